@@ -1,0 +1,260 @@
+"""`StreamConfig`: every option, its unit, its default and the trade-off behind it, in one place.
+
+Values come from ``S3STREAM_<OPTION>`` variables, then from a mapping given by the engine or the
+command line, which wins. Unknown names are errors that say which known name is nearest. Credentials
+are never options: botocore resolves them, so they cannot leak through a configuration dump.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from streamer.errors import ConfigError
+
+__all__ = ["StreamConfig", "parse_byte_count"]
+
+KIB = 1 << 10
+MIB = 1 << 20
+
+ENVIRONMENT_PREFIX = "S3STREAM_"
+
+_BYTE_UNITS = {
+    "": 1,
+    "b": 1,
+    "k": KIB,
+    "kib": KIB,
+    "kb": 1000,
+    "m": MIB,
+    "mib": MIB,
+    "mb": 1000**2,
+    "g": 1 << 30,
+    "gib": 1 << 30,
+    "gb": 1000**3,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamConfig:
+    """How to load. Frozen and validated; build it with `resolve` to honour the environment.
+
+    Raises:
+        ConfigError: a value is out of range, of the wrong type, or contradicts another.
+    """
+
+    mode: Literal["trace", "eager"] = "trace"
+    """``trace`` fetches only the bytes that this rank's parameters take; ``eager`` reads whole tensors
+    in file order and works with any model code."""
+
+    transport: Literal["native", "sdk"] = "native"
+    """``native`` receives bodies straight into their destination; ``sdk`` reads them through
+    aiobotocore, at several times the CPU, for set-ups that the native reader does not cover."""
+
+    concurrency: int = 32
+    """Ranged GETs in flight per process. At 90 MB/s per connection, 32 fill a 25 Gbit/s link."""
+
+    request_bytes: int = 8 * MIB
+    """Largest single ranged GET. CPU per byte is flat from 4 MiB up; smaller requests retry cheaper,
+    larger ones pay the first-byte latency less often."""
+
+    buffer_bytes: int = 512 * MIB
+    """Cap on host memory for bytes in flight, beside the parameters. It may be smaller than the
+    largest tensor. Requests shrink when the cap leaves less than `request_bytes` per connection."""
+
+    coalesce_gap_bytes: int = 512 * KIB
+    """Unneeded bytes between two needed ranges that are read rather than paid for with a second
+    request. The break-even is 122 KiB when CPU is the limit (34 us a request against 0.30 s per GiB)
+    and 2.6 MiB when connections are (30 ms to the first byte at 90 MB/s); this is their geometric mean."""
+
+    header_read_bytes: int = 256 * KIB
+    """First, speculative read of each file; a longer header costs a second request. Chosen by
+    ``tests/benchmarks/header_read.py``."""
+
+    index: Literal["auto", "ignore"] = "auto"
+    """``ignore`` takes the union of the files' headers instead of ``*.safetensors.index.json``."""
+
+    strict: bool = True
+    """Whether parameters that nothing was loaded into are an error; otherwise they are only reported."""
+
+    retry_attempts: int = 8
+    """Consecutive failures of one range, without progress between them, before giving up."""
+
+    retry_deadline_seconds: float = 300.0
+    """Longest time one range may go without progress, waits included. Throttling can last minutes."""
+
+    retry_first_wait_seconds: float = 0.2
+    """Upper bound of the first wait; it doubles with each failure and is then drawn at random."""
+
+    retry_longest_wait_seconds: float = 20.0
+    """Cap on one wait. A longer ``Retry-After`` is honoured up to the deadline."""
+
+    connect_timeout_seconds: float = 10.0
+    """TCP and TLS establishment, proxy included."""
+
+    idle_timeout_seconds: float = 30.0
+    """A response that delivers less than `min_rate_bytes_per_second` over this long is abandoned and
+    its rest asked for again. There is no total timeout: slow but moving downloads finish."""
+
+    min_rate_bytes_per_second: int = 1024
+    """Rate below which a response counts as stalled; 0 accepts any byte as a sign of life."""
+
+    use_uvloop: bool = False
+    """Run the event loop on uvloop, which must be installed. It helps most under TLS."""
+
+    endpoint_url: str | None = None
+    """S3 endpoint; it redirects S3 alone, never STS or SSO. Default: as botocore resolves it."""
+
+    region: str | None = None
+    """Bucket region. Default: as botocore resolves it, else ``us-east-1``."""
+
+    profile: str | None = None
+    """Named profile of the shared AWS configuration. Default: as botocore resolves it."""
+
+    anonymous: bool = False
+    """Send unsigned requests and look for no credentials (public buckets)."""
+
+    addressing_style: Literal["auto", "path", "virtual"] = "auto"
+    """``auto`` uses path style for custom endpoints, as botocore does."""
+
+    ca_bundle: str | None = None
+    """PEM file of trusted authorities. Default: ``AWS_CA_BUNDLE`` or the profile's ``ca_bundle``."""
+
+    tls_verify: bool = True
+    """Setting this to false accepts any certificate; a warning says so on every load."""
+
+    presign_seconds: int = 3600
+    """Life of a signed object URL. It is renewed well before, and at once when the store says expired."""
+
+    def __post_init__(self) -> None:
+        hints = typing.get_type_hints(type(self))
+        for field in dataclasses.fields(self):
+            _check_type(field.name, getattr(self, field.name), hints[field.name])
+        for name, least in (
+            ("concurrency", 1),
+            ("request_bytes", 64 * KIB),
+            ("buffer_bytes", 64 * KIB),
+            ("coalesce_gap_bytes", 0),
+            ("header_read_bytes", 8),
+            ("retry_attempts", 1),
+            ("min_rate_bytes_per_second", 0),
+            ("presign_seconds", 60),
+        ):
+            if getattr(self, name) < least:
+                raise ConfigError(f"option {name} must be at least {least}, not {getattr(self, name)}")
+        for name in (
+            "retry_deadline_seconds",
+            "retry_first_wait_seconds",
+            "retry_longest_wait_seconds",
+            "connect_timeout_seconds",
+            "idle_timeout_seconds",
+        ):
+            value = getattr(self, name)
+            if not 0 < value < float("inf"):
+                raise ConfigError(f"option {name} must be a positive number of seconds, not {value}")
+        if self.presign_seconds > 7 * 24 * 3600:
+            raise ConfigError("option presign_seconds may be at most 604800 (SigV4 allows seven days)")
+        if self.anonymous and self.profile:
+            raise ConfigError("options anonymous and profile contradict each other; give one")
+
+    @classmethod
+    def resolve(
+        cls, options: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None
+    ) -> StreamConfig:
+        """Build a configuration from the environment and then `options`, which win.
+
+        Args:
+            options: option names to values; strings are converted, byte counts may have a unit
+                (``"64 MiB"``).
+            environ: defaults to ``os.environ``; only names that begin with ``S3STREAM_`` are read.
+
+        Raises:
+            ConfigError: an unknown name, or a value that does not fit.
+        """
+        hints = typing.get_type_hints(cls)
+        known = [field.name for field in dataclasses.fields(cls)]
+        values: dict[str, Any] = {}
+        environ = os.environ if environ is None else environ
+        for variable in sorted(environ):
+            if not variable.startswith(ENVIRONMENT_PREFIX):
+                continue
+            name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
+            if name not in hints:
+                raise _unknown(f"environment variable {variable}", name, known, prefix=ENVIRONMENT_PREFIX)
+            values[name] = _convert(variable, environ[variable], hints[name])
+        for name, value in (options or {}).items():
+            if name not in hints:
+                raise _unknown(f"option {name!r}", str(name), known)
+            values[name] = _convert(f"option {name}", value, hints[name], is_bytes=name.endswith("_bytes"))
+        return cls(**values)
+
+    def replace(self, **changes: Any) -> StreamConfig:
+        """Return a copy with `changes`, validated anew."""
+        return dataclasses.replace(self, **changes)
+
+
+def parse_byte_count(text: str) -> int:
+    """Read ``"8 MiB"``, ``"512k"`` or ``"1000"`` as a number of bytes.
+
+    Raises:
+        ConfigError: it is not a non-negative number with a known unit.
+    """
+    number = text.strip().replace("_", "")
+    digits = number.rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
+    unit = number[len(digits) :].lower()
+    try:
+        count = float(digits) * _BYTE_UNITS[unit]
+        if count != int(count) or count < 0:
+            raise ValueError
+    except (ValueError, KeyError, OverflowError):
+        raise ConfigError(f"{text!r} is not a number of bytes", hint="examples: 8388608, 8MiB, 512k") from None
+    return int(count)
+
+
+def _unknown(what: str, name: str, known: list[str], prefix: str = "") -> ConfigError:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    spelled = (prefix + near[0].upper() if prefix else near[0]) if near else None
+    hint = f"did you mean {spelled}?" if spelled else f"known options: {', '.join(known)}"
+    return ConfigError(f"unknown {what}", hint=hint)
+
+
+def _convert(where: str, value: Any, hint: Any, *, is_bytes: bool = False) -> Any:
+    """Turn a string from a variable or a command line into the option's type."""
+    if not isinstance(value, str):
+        return value
+    allowed = _alternatives(hint)
+    if str in allowed or typing.get_origin(hint) is Literal:
+        return value or None if type(None) in allowed else value
+    try:
+        if bool in allowed:
+            return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[value.lower()]
+        if int in allowed:
+            return parse_byte_count(value) if is_bytes or "_BYTES" in where else int(value)
+        return float(value)
+    except (KeyError, ValueError) as error:
+        kind = "yes or no" if bool in allowed else "a number"
+        raise ConfigError(f"{where} must be {kind}, not {value!r}") from error
+
+
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+    return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+
+
+def _check_type(name: str, value: Any, hint: Any) -> None:
+    if typing.get_origin(hint) is Literal:
+        choices = typing.get_args(hint)
+        if value not in choices:
+            raise ConfigError(f"option {name} must be one of {', '.join(choices)}, not {value!r}")
+        return
+    allowed = _alternatives(hint)
+    # bool is an int to Python, but `concurrency=True` is a mistake.
+    if float in allowed and type(value) is int:
+        return
+    if type(value) not in allowed:
+        wanted = " or ".join("nothing" if kind is type(None) else kind.__name__ for kind in allowed)
+        raise ConfigError(f"option {name} must be {wanted}, not {value!r}")

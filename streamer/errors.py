@@ -1,0 +1,209 @@
+"""Every exception that s3stream raises on purpose, in one tree.
+
+::
+
+    StreamError
+    ├── ConfigError (ValueError)               an option, variable or URL is wrong
+    ├── MissingDependencyError (ImportError)   an optional package is not installed
+    ├── CheckpointError (ValueError)           the checkpoint itself is wrong
+    │   ├── HeaderError                        a safetensors header is invalid
+    │   ├── IncompleteCheckpointError          shards or tensors are missing or misplaced
+    │   └── UnsupportedCheckpointError         valid, but not something we can stream
+    ├── SourceError (OSError)                  the store refused, failed or misbehaved
+    │   ├── ObjectNotFoundError (FileNotFoundError)
+    │   ├── AccessDeniedError (PermissionError)
+    │   ├── CredentialsError (PermissionError)
+    │   ├── ObjectChangedError                 replaced or deleted while we were reading it
+    │   ├── BadResponseError                   an answer that contradicts the request
+    │   └── SourceUnavailableError             still failing after every allowed retry
+    └── LoadError (RuntimeError)               bytes arrived, but the model cannot be right
+        ├── MissingParametersError             parameters that nothing was loaded into
+        └── LeakedLazyTensorError              a lazy tensor survived the load
+
+The split follows who can act: the caller, the owner of the checkpoint, the owner of the store, or
+the author of the model code. Messages never hold a secret, a signed URL or a proxy password.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = [
+    "AccessDeniedError",
+    "BadResponseError",
+    "CheckpointError",
+    "ConfigError",
+    "CredentialsError",
+    "HeaderError",
+    "IncompleteCheckpointError",
+    "LeakedLazyTensorError",
+    "LoadError",
+    "MissingDependencyError",
+    "MissingParametersError",
+    "ObjectChangedError",
+    "ObjectNotFoundError",
+    "SourceError",
+    "SourceUnavailableError",
+    "StreamError",
+    "UnsupportedCheckpointError",
+    "shorten",
+]
+
+
+def shorten(names: Sequence[str], limit: int = 8) -> str:
+    """Join `names` for a message, at most `limit` of them, saying how many were left out."""
+    shown = ", ".join(names[:limit])
+    rest = len(names) - limit
+    return f"{shown} and {rest} more" if rest > 0 else shown
+
+
+class StreamError(Exception):
+    """Base of everything raised on purpose.
+
+    Args:
+        message: what was being done, to what, and what came back.
+        hint: what to try, in one sentence; printed after the message.
+    """
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message} ({self.hint})" if self.hint else self.message
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Ranks hand their errors to each other; the default would drop keyword arguments.
+        return (_rebuild, (type(self), self.args, dict(self.__dict__)))
+
+
+def _rebuild(kind: type[StreamError], args: tuple[object, ...], state: dict[str, object]) -> StreamError:
+    error = kind.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
+
+class ConfigError(StreamError, ValueError):
+    """An option, environment variable or URL is wrong."""
+
+
+class MissingDependencyError(StreamError, ImportError):
+    """An optional package is needed for what was asked and is not installed."""
+
+
+class CheckpointError(StreamError, ValueError):
+    """The checkpoint is wrong; reading it again will not help."""
+
+
+class HeaderError(CheckpointError):
+    """A safetensors header that the format forbids."""
+
+
+class IncompleteCheckpointError(CheckpointError):
+    """Shards or tensors are missing, duplicated, or not where the index says."""
+
+
+class UnsupportedCheckpointError(CheckpointError):
+    """The files are there, but in a form that cannot be streamed."""
+
+
+class SourceError(StreamError, OSError):
+    """The store refused, failed or misbehaved.
+
+    Attributes:
+        url: the object or prefix, as the user would write it (never a signed URL).
+        start, end: the byte range asked for, half open; None when no range was involved.
+        status: the HTTP status, where there was one.
+        code: the store's own error code, such as ``SlowDown``.
+        request_id: the store's id for the failed request, for its support team.
+        attempts: how many times it was tried.
+        elapsed_seconds: from the first try to giving up.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        hint: str | None = None,
+        url: str | None = None,
+        start: int | None = None,
+        end: int | None = None,
+        status: int | None = None,
+        code: str | None = None,
+        request_id: str | None = None,
+        attempts: int = 1,
+        elapsed_seconds: float = 0.0,
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.url = url
+        self.start = start
+        self.end = end
+        self.status = status
+        self.code = code
+        self.request_id = request_id
+        self.attempts = attempts
+        self.elapsed_seconds = elapsed_seconds
+
+    def __str__(self) -> str:
+        where = self.url or ""
+        if self.start is not None and self.end is not None:
+            where += f" bytes {self.start}-{self.end - 1}"
+        facts = []
+        if self.status is not None:
+            facts.append(f"status {self.status}")
+        if self.code:
+            facts.append(self.code)
+        if self.request_id:
+            facts.append(f"request id {self.request_id}")
+        if self.attempts > 1:
+            facts.append(f"{self.attempts} attempts in {self.elapsed_seconds:.1f} s")
+        text = f"{where}: {self.message}" if where else self.message
+        if facts:
+            text += f" [{', '.join(facts)}]"
+        return f"{text} ({self.hint})" if self.hint else text
+
+
+class ObjectNotFoundError(SourceError, FileNotFoundError):
+    """The bucket, prefix, object or file is not there."""
+
+
+class AccessDeniedError(SourceError, PermissionError):
+    """The store knows who we are and says no. Never retried."""
+
+
+class CredentialsError(SourceError, PermissionError):
+    """There are no credentials, or the store does not accept them."""
+
+
+class ObjectChangedError(SourceError):
+    """The object was replaced, truncated or deleted during the load. Never retried."""
+
+
+class BadResponseError(SourceError):
+    """The answer contradicts the request: wrong range, length, encoding or identity."""
+
+
+class SourceUnavailableError(SourceError):
+    """Every allowed retry failed."""
+
+
+class LoadError(StreamError, RuntimeError):
+    """The bytes arrived but the model cannot be right."""
+
+
+class MissingParametersError(LoadError):
+    """Parameters that nothing was loaded into.
+
+    Attributes:
+        names: the parameters, sorted.
+    """
+
+    def __init__(self, message: str, *, names: Sequence[str] = (), hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.names = tuple(names)
+
+
+class LeakedLazyTensorError(LoadError):
+    """A lazy tensor is still part of the model, or was used after its load ended."""

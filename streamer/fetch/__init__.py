@@ -1,0 +1,1 @@
+"""Runs reads concurrently into bounded memory and hands the bytes to whoever copies them."""

@@ -1,0 +1,120 @@
+"""What a load did: name sets, bytes, requests, times."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Cast", "ForcedRead", "LoadReport", "LoadTimes"]
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """Copies that converted `source` dtype to `destination` dtype, and how many there were."""
+
+    source: str
+    destination: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class ForcedRead:
+    """Source bytes that could not wait for the plan, and the operation that needed their values."""
+
+    operation: str
+    tensors: tuple[str, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadTimes:
+    """Seconds.
+
+    Attributes:
+        headers: listing, index and headers.
+        trace: in the model's own loading code, waiting for bytes not counted.
+        plan: computing which reads to make.
+        first_byte: from the start until the first weight bytes were there; None when none were needed.
+        fetch: waiting for bytes.
+        copy: copying staged bytes; received in place, they need no copy.
+        total: all of it.
+    """
+
+    headers: float
+    trace: float
+    plan: float
+    first_byte: float | None
+    fetch: float
+    copy: float
+    total: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport:
+    """The outcome of one load, on one rank.
+
+    Attributes:
+        url: the checkpoint.
+        mode: ``trace`` or ``eager``.
+        expected: the model's parameters (for a plain module, all its state-dict entries).
+        loaded: those of them that got values.
+        ignored: checkpoint tensors the model took no bytes from, with the reason. Not known in eager mode.
+        unexpected: checkpoint tensors that a plain module has no place for.
+        unindexed: tensors that the files hold but the index does not name.
+        checkpoint_bytes: all tensors.
+        needed_bytes: what this rank's copies asked for; all tensors in eager mode.
+        fetched_bytes: what this rank received for them, over-read and repeated bytes included.
+        over_read_bytes: gaps and covering rows read on purpose.
+        header_bytes: received for listing-time reads.
+        requests: ranged reads, headers and retries included.
+        resumed_bytes: delivered by tries that failed later, and not fetched again.
+        peak_buffer_bytes: of staging memory; in eager mode the budget bounds what is fetched ahead.
+    """
+
+    url: str
+    mode: str
+    expected: tuple[str, ...]
+    loaded: tuple[str, ...]
+    ignored: Mapping[str, str]
+    unexpected: tuple[str, ...]
+    unindexed: tuple[str, ...]
+    checkpoint_bytes: int
+    needed_bytes: int
+    fetched_bytes: int
+    over_read_bytes: int
+    header_bytes: int
+    requests: int
+    retries: int
+    resumed_bytes: int
+    casts: tuple[Cast, ...]
+    materialised: tuple[ForcedRead, ...]
+    peak_buffer_bytes: int
+    times: LoadTimes
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data, for JSON."""
+        return dataclasses.asdict(self)
+
+    def summary(self) -> str:
+        """One line, in the style of the engines' own."""
+        parts = [
+            f"Loading weights took {self.times.total:.2f} seconds",
+            f"{_size(self.fetched_bytes)} of {_size(self.checkpoint_bytes)} fetched in {self.requests} requests",
+        ]
+        if self.retries:
+            parts.append(f"{self.retries} retries")
+        if self.ignored or self.unexpected:
+            parts.append(f"{len(self.ignored) + len(self.unexpected)} tensors not used")
+        slowest = max(("fetch", self.times.fetch), ("copy", self.times.copy), ("trace", self.times.trace), key=_second)
+        parts.append(f"most of it in {slowest[0]}")
+        return ", ".join(parts)
+
+
+def _second(pair: tuple[str, float]) -> float:
+    return pair[1]
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 10**8 else f"{nbytes / 1e6:.2f} MB"

@@ -1,0 +1,77 @@
+"""The seam between the library and wherever checkpoints are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from streamer.transport.stats import TransferStats
+
+__all__ = ["ObjectInfo", "Source"]
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """One object, as it was when it was listed.
+
+    Attributes:
+        key: relative to the source's root.
+        size: bytes.
+        pin: identifies the content; a read of other content fails. An ETag, or what stands in for one.
+    """
+
+    key: str
+    size: int
+    pin: str | None = None
+
+
+class Source(Protocol):
+    """A tree of objects below one root. Siblings, never aware of each other; wrappers are sources too.
+
+    All methods belong to one event loop, the one that first awaits one of them.
+    """
+
+    @property
+    def url(self) -> str:
+        """The root, for messages. Never holds a secret."""
+
+    @property
+    def stats(self) -> TransferStats:
+        """What this source has done so far."""
+
+    async def list(self) -> Sequence[ObjectInfo]:
+        """Return every object below the root, at any depth, directory markers left out.
+
+        Raises:
+            ObjectNotFoundError: the bucket, folder or prefix does not exist or is empty.
+            SourceError: see `streamer.errors`.
+        """
+
+    async def stat(self, key: str) -> ObjectInfo:
+        """Return one object.
+
+        Raises:
+            ObjectNotFoundError: there is none.
+            SourceError: see `streamer.errors`.
+        """
+
+    async def read_into(self, item: ObjectInfo, start: int, buffers: Sequence[memoryview]) -> None:
+        """Fill `buffers`, one after the other, with the object's bytes from `start` on.
+
+        When this has returned, raised or been cancelled, the buffers are not touched any more.
+
+        Args:
+            item: from `list` or `stat`; its pin is enforced.
+            start: first byte; ``start + sum(len(buffer))`` must not pass the end.
+
+        Raises:
+            ObjectChangedError: the content is not the pinned one any more.
+            SourceError: see `streamer.errors`.
+        """
+
+    async def close(self) -> None:
+        """Release connections and files. Idempotent."""
+
+    def label(self, key: str) -> str:
+        """Return how to name `key` in messages."""

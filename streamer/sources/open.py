@@ -1,0 +1,84 @@
+"""From a URL or path to a source."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from streamer.config import StreamConfig
+from streamer.errors import ConfigError, MissingDependencyError
+from streamer.sources.base import Source
+
+__all__ = ["S3Location", "open_source", "parse_s3_url"]
+
+_ARN = re.compile(r"arn:[^:/]*:s3[^:/]*:[^/]*[:/](?:accesspoint|outpost)[:/][^/]+(?:/accesspoint/[^/]+)?")
+_KNOWN_LATER = {"gs", "gcs", "az", "abfs", "http", "https", "hf", "memory"}
+
+
+@dataclass(frozen=True, slots=True)
+class S3Location:
+    """A bucket (or access point ARN) and the key prefix below it, "" or ending in ``/``."""
+
+    bucket: str
+    prefix: str
+
+    @property
+    def url(self) -> str:
+        return f"s3://{self.bucket}/{self.prefix}"
+
+
+def parse_s3_url(url: str) -> S3Location:
+    """Split ``s3://bucket/prefix``; keys are taken literally, so ``%`` or ``#`` need no escaping.
+
+    ``s3://bucket/model`` and ``s3://bucket/model/`` are the same folder, and never match ``model-v2``.
+    A doubled slash is part of the key.
+
+    Raises:
+        ConfigError: there is no bucket.
+    """
+    rest = url.removeprefix("s3://")
+    arn = _ARN.match(rest)
+    bucket, _slash, prefix = (arn[0], "/", rest[arn.end() + 1 :]) if arn else rest.partition("/")
+    if not bucket:
+        raise ConfigError(f"{url!r} names no bucket", hint="write s3://bucket/folder")
+    if prefix and not prefix.endswith("/"):
+        prefix += "/"
+    return S3Location(bucket, prefix)
+
+
+def open_source(url: str, config: StreamConfig) -> Source:
+    """Return the source for `url`: ``s3://``, ``file://`` or a local path. Nothing is contacted yet.
+
+    Raises:
+        ConfigError: a scheme that is not supported, or a malformed URL.
+        MissingDependencyError: the scheme needs a package that is not installed.
+    """
+    scheme, separator, _ = url.partition("://")
+    if not separator or scheme == "file":
+        from streamer.sources.local import LocalSource
+
+        return LocalSource(_local_path(url), threads=config.concurrency)
+    if scheme == "s3":
+        try:
+            from streamer.sources.s3 import S3Source
+        except ImportError as error:
+            raise MissingDependencyError(
+                f"s3:// URLs need the package {error.name}", hint="pip install aiobotocore"
+            ) from error
+        return S3Source(parse_s3_url(url), config)
+    known = "s3://, file:// and local paths"
+    more = " yet" if scheme in _KNOWN_LATER else ""
+    raise ConfigError(f"{scheme}:// URLs are not supported{more}", hint=f"supported: {known}")
+
+
+def _local_path(url: str) -> Path:
+    if not url.startswith("file://"):
+        if not url:
+            raise ConfigError("the URL is empty", hint="write s3://bucket/folder or a path")
+        return Path(url).expanduser().absolute()
+    parts = urlsplit(url)
+    if parts.netloc not in ("", "localhost"):
+        raise ConfigError(f"{url!r} names the host {parts.netloc!r}", hint="write file:///absolute/path")
+    return Path(unquote(url.removeprefix("file://" + parts.netloc)))

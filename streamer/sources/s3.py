@@ -1,0 +1,220 @@
+"""S3 and stores that speak its protocol.
+
+aiobotocore lists, heads and signs; bodies come through our own reader (`streamer.transport`) from
+presigned URLs, one per object, because signing and receiving through the SDK costs four times the CPU.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+from streamer.config import StreamConfig
+from streamer.errors import ObjectNotFoundError, SourceError, shorten
+from streamer.sources.base import ObjectInfo
+from streamer.sources.open import S3Location
+from streamer.sources.s3_client import S3Client, open_s3_client, ssl_context_for, translated
+from streamer.sources.s3_sdk import SdkReader
+from streamer.transport.failures import CredentialsExpired, Place, WrongRegion
+from streamer.transport.pool import ConnectionPool, parse_origin
+from streamer.transport.reader import Address, RangeReader, ReadTarget
+from streamer.transport.retry import Attempts, RetryPolicy, call_with_retries
+from streamer.transport.stats import TransferStats
+
+__all__ = ["S3Source"]
+
+T = TypeVar("T")
+
+#: A signed URL is replaced this long after signing at the latest. botocore refreshes credentials at
+#: least ten minutes before they expire, so a URL younger than this never outlives them.
+_RENEW_AFTER_SECONDS = 300.0
+
+
+class S3Source:
+    """The objects below one prefix of a bucket.
+
+    Args:
+        location: bucket and prefix.
+        config: endpoint, identity, transport, retries.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self, location: S3Location, config: StreamConfig, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._location = location
+        self._config = config
+        self._clock = clock
+        self._policy = RetryPolicy.from_config(config)
+        self._stats = TransferStats()
+        self._opening = asyncio.Lock()
+        self._client: S3Client | None = None
+        self._retired: list[S3Client] = []
+        self._pool: ConnectionPool | None = None
+        self._reader: RangeReader | None = None
+        self._addresses: dict[str, tuple[Address, float]] = {}
+
+    def __repr__(self) -> str:
+        return f"<S3Source {self.url}>"
+
+    @property
+    def url(self) -> str:
+        return self._location.url
+
+    @property
+    def stats(self) -> TransferStats:
+        return self._stats
+
+    def label(self, key: str) -> str:
+        return self.url + key
+
+    # -- control plane -------------------------------------------------------------------------------
+
+    async def list(self) -> Sequence[ObjectInfo]:
+        found: list[ObjectInfo] = []
+        token: str | None = None
+        while True:
+            page = await self._page(self._location.prefix, token)
+            for item in page.get("Contents", ()):
+                key = item["Key"].removeprefix(self._location.prefix)
+                if key and not key.endswith("/"):  # the rest are folder markers
+                    found.append(ObjectInfo(key, item["Size"], item.get("ETag")))
+            token = page.get("NextContinuationToken")
+            if not page.get("IsTruncated") or not token:
+                break
+        if not found:
+            raise ObjectNotFoundError("there are no objects here", hint=await self._suggest(), url=self.url)
+        return found
+
+    async def _page(self, prefix: str, token: str | None, **options: Any) -> dict[str, Any]:
+        arguments = {"Bucket": self._location.bucket, "Prefix": prefix, **options}
+        if token:
+            arguments["ContinuationToken"] = token
+
+        async def fetch(client: S3Client) -> dict[str, Any]:
+            page: dict[str, Any] = await client.api.list_objects_v2(**arguments)
+            return page
+
+        page = await self._call(self.url, fetch)
+        await self._follow_region(page["ResponseMetadata"].get("HTTPHeaders", {}).get("x-amz-bucket-region"))
+        return page
+
+    async def _suggest(self) -> str:
+        """Look for what the user may have meant; only on the way to an error."""
+        prefix = self._location.prefix.rstrip("/")
+        try:
+            page = await self._page(prefix, None, Delimiter="/", MaxKeys=20)
+        except SourceError:
+            page = {}  # the identity may list only below the prefix; the first error is the one that counts
+        near = [f"s3://{self._location.bucket}/{item['Prefix']}" for item in page.get("CommonPrefixes", ())]
+        near += [f"s3://{self._location.bucket}/{item['Key']}" for item in page.get("Contents", ())]
+        return f"there is {shorten(near, 4)}" if near else "check the bucket and the prefix"
+
+    async def stat(self, key: str) -> ObjectInfo:
+        async def fetch(client: S3Client) -> dict[str, Any]:
+            head: dict[str, Any] = await client.api.head_object(
+                Bucket=self._location.bucket, Key=self._location.prefix + key
+            )
+            return head
+
+        head = await self._call(self.label(key), fetch)
+        return ObjectInfo(key, head["ContentLength"], head.get("ETag"))
+
+    async def _call(self, url: str, operation: Callable[[S3Client], Awaitable[T]]) -> T:
+        """Run a control-plane call under the retry policy, renewing credentials or the region once."""
+        place = Place(url)
+        mended = False
+
+        async def attempt(_: Attempts) -> T:
+            nonlocal mended
+            while True:
+                client = await self._open()
+                try:
+                    async with translated(place, anonymous=self._config.anonymous):
+                        return await operation(client)
+                except CredentialsExpired as expired:
+                    if mended:
+                        raise expired.final from None
+                    await self._reopen(client, client.region)
+                except WrongRegion as wrong:
+                    if mended or not wrong.region or self._config.region:
+                        raise
+                    await self._reopen(client, wrong.region)
+                mended = True
+
+        return await call_with_retries(attempt, self._policy)
+
+    async def _open(self) -> S3Client:
+        if self._client is None:
+            async with self._opening:
+                if self._client is None:
+                    self._client = await open_s3_client(self._config)
+        return self._client
+
+    async def _reopen(self, old: S3Client, region: str) -> None:
+        """Replace `old` unless somebody already has; whatever was signed with it is forgotten."""
+        async with self._opening:
+            if self._client is old:
+                self._client = await open_s3_client(self._config, region=region)
+                self._retired.append(old)
+                self._addresses.clear()
+
+    async def _follow_region(self, region: str | None) -> None:
+        client = self._client
+        if client is not None and region and region != client.region and not self._config.region:
+            await self._reopen(client, region)
+
+    # -- data plane ----------------------------------------------------------------------------------
+
+    async def read_into(self, item: ObjectInfo, start: int, buffers: Sequence[memoryview]) -> None:
+        client = await self._open()
+        if self._config.transport == "sdk":
+            reader = SdkReader(self._open, self._reopen, self._config, self._policy, self._stats)
+            await reader.read(
+                self._location.bucket, self._location.prefix + item.key, self.label(item.key), item, start, buffers
+            )
+            return
+        if self._reader is None:
+            self._pool = ConnectionPool(
+                ssl_context=ssl_context_for(client.verify)
+                if client.api.meta.endpoint_url.startswith("https:")
+                else None,
+                connect_timeout_seconds=self._config.connect_timeout_seconds,
+            )
+            self._reader = RangeReader(self._pool, self._config, self._policy, self._stats)
+
+        async def address(renew: bool) -> Address:
+            return await self._address(item.key, renew)
+
+        target = ReadTarget(self.label(item.key), item.size, item.pin, address, self._config.anonymous)
+        await self._reader.read(target, start, buffers)
+
+    async def _address(self, key: str, renew: bool) -> Address:
+        """Return the signed address of `key`, signing it at most once per `_RENEW_AFTER_SECONDS`."""
+        known = self._addresses.get(key)
+        if known is not None and not renew and self._clock() < known[1]:
+            return known[0]
+        client = await self._open()
+        if renew:
+            await self._reopen(client, client.region)
+            client = await self._open()
+        async with translated(Place(self.label(key)), anonymous=self._config.anonymous):
+            url = await client.api.generate_presigned_url(
+                "get_object",
+                Params={"Bucket": self._location.bucket, "Key": self._location.prefix + key},
+                ExpiresIn=self._config.presign_seconds,
+            )
+        origin, target = parse_origin(url, client.proxy)
+        address = Address(origin, target)
+        self._addresses[key] = (address, self._clock() + min(_RENEW_AFTER_SECONDS, self._config.presign_seconds / 2))
+        return address
+
+    async def close(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+        clients, self._client = [*self._retired, *([self._client] if self._client else [])], None
+        self._retired = []
+        for client in clients:
+            await client.stack.aclose()

@@ -1,0 +1,113 @@
+"""Makes deferral invisible: whoever touches bytes with pending copies finds them copied.
+
+`Barrier` sees every operation of the thread that loads (other threads must not read parameters while
+they are loaded). `Watch` sees the few ways to a tensor's memory that do not go through an operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from streamer.trace.lazy import LazyTensor
+from streamer.trace.ops import Kind, kind_of, written_arguments
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
+
+    from streamer.trace.tracer import Tracer
+
+__all__ = ["tracing"]
+
+
+@contextmanager
+def tracing(tracer: Tracer) -> Iterator[None]:
+    """Watch the calling thread for as long as the context lasts."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(Watch(tracer))
+        stack.enter_context(Barrier(tracer))
+        yield
+
+
+class Barrier(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Completes pending copies before an operation that could tell that they are pending."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tracer = tracer
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        tracer = self._tracer
+        if not tracer.busy:
+            kind = kind_of(func)
+            if kind is Kind.COPY and type(args[1]) is LazyTensor and type(args[0]) is not LazyTensor:
+                pass  # recorded by the lazy tensor, which also looks after what it overlaps
+            elif kind is not Kind.VIEW and kind is not Kind.SHAPE_ONLY:
+                if tracer.pending:
+                    tracer.complete_touching(_plain_tensors((args, kwargs)))
+                if kind is Kind.MUTATING or kind is Kind.COPY:
+                    self._note_writes(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _note_writes(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for position, name in written_arguments(func):
+            value = args[position] if position < len(args) else kwargs.get(name)
+            for tensor in _plain_tensors([value]):
+                self._tracer.note_write(tensor)
+
+
+def _plain_tensors(value: Any) -> Iterator[torch.Tensor]:
+    for item in value.values() if isinstance(value, dict) else value:
+        if isinstance(item, torch.Tensor):
+            if not isinstance(item, LazyTensor):
+                yield item
+        elif isinstance(item, (list, tuple, dict)):
+            yield from _plain_tensors(item)
+
+
+_Tensor = torch.Tensor
+#: Ways to a tensor's memory that are not operations of the dispatcher.
+_RAW_READS = frozenset(
+    {
+        _Tensor.numpy,
+        _Tensor.tolist,
+        _Tensor.data_ptr,
+        _Tensor.storage,
+        _Tensor.share_memory_,
+        _Tensor.__array__,
+        _Tensor.__dlpack__,
+        _Tensor.__reduce_ex__,
+    }
+)
+_SET_DATA = _Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+class Watch(TorchFunctionMode):
+    """Completes pending copies before raw reads, and keeps lazy tensors from being assigned as data."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__()
+        self._tracer = tracer
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        tracer = self._tracer
+        if not tracer.busy:
+            if func in _RAW_READS:
+                if tracer.pending:
+                    tracer.complete_touching(_plain_tensors(args[:1]))
+            elif func == _SET_DATA and isinstance(args[1], LazyTensor):
+                # `param.data = lazy` would leave a parameter with a null pointer.
+                args = (args[0], tracer.own(args[1], "data.__set__"))
+                tracer.note_write(args[1])
+        return func(*args, **(kwargs or {}))

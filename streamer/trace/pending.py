@@ -1,0 +1,101 @@
+"""Copies that were recorded and not yet carried out, indexed by the bytes they will write."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass, field
+
+import torch
+
+from streamer.plan.geometry import View, disjoint
+from streamer.trace.lazy import LazyTensor, view_of
+
+__all__ = ["Pending", "PendingCopies", "storage_key"]
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Identify the storage of `tensor` for as long as something holds it."""
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+@dataclass(slots=True, eq=False)
+class Pending:
+    """``destination.copy_(source)``, to be done later. Holds both alive.
+
+    Attributes:
+        destination: an alias made when the copy was recorded, so that later ``param.data = ...`` or
+            ``resize_`` on the tensor that the model used does not redirect it.
+        window: the bytes of the destination's storage that will be written.
+        number: order of recording.
+    """
+
+    destination: torch.Tensor
+    source: LazyTensor
+    key: int
+    window: View
+    number: int
+
+
+@dataclass(slots=True)
+class _Storage:
+    """Pending copies into one storage, ordered by the first byte they write."""
+
+    order: list[tuple[int, int]] = field(default_factory=list)  # (first byte, number)
+    by_number: dict[int, Pending] = field(default_factory=dict)
+    longest: int = 0
+
+
+class PendingCopies:
+    """All pending copies of a load. No two of them write the same byte (`Tracer` sees to it)."""
+
+    def __init__(self) -> None:
+        self._storages: dict[int, _Storage] = {}
+        self._count = 0
+
+    def __len__(self) -> int:
+        return sum(len(storage.by_number) for storage in self._storages.values())
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._storages
+
+    def __bool__(self) -> bool:
+        return bool(self._storages)
+
+    def add(self, destination: torch.Tensor, source: LazyTensor, key: int) -> Pending:
+        """Record a copy; the caller has dealt with what it overlaps."""
+        window = view_of(destination)
+        pending = Pending(destination, source, key, window, self._count)
+        self._count += 1
+        storage = self._storages.setdefault(key, _Storage())
+        insort(storage.order, (window.offset, pending.number))
+        storage.by_number[pending.number] = pending
+        storage.longest = max(storage.longest, window.end - window.offset)
+        return pending
+
+    def overlapping(self, tensor: torch.Tensor, key: int) -> list[Pending]:
+        """Return the copies that write bytes which `tensor` holds, in the order recorded."""
+        storage = self._storages.get(key)
+        if storage is None or not tensor.numel():
+            return []
+        window = view_of(tensor)
+        position = bisect_left(storage.order, (window.offset - storage.longest, -1))
+        found = []
+        while position < len(storage.order) and storage.order[position][0] < window.end:
+            pending = storage.by_number[storage.order[position][1]]
+            if not disjoint(pending.window, window):
+                found.append(pending)
+            position += 1
+        return sorted(found, key=lambda pending: pending.number)
+
+    def all(self) -> list[Pending]:
+        """Return every copy, in the order recorded."""
+        every = [pending for storage in self._storages.values() for pending in storage.by_number.values()]
+        return sorted(every, key=lambda pending: pending.number)
+
+    def remove(self, done: Pending) -> None:
+        storage = self._storages[done.key]
+        del storage.by_number[done.number]
+        del storage.order[bisect_left(storage.order, (done.window.offset, done.number))]
+        if not storage.by_number:
+            del self._storages[done.key]

@@ -1,0 +1,26 @@
+"""Which tensors of a checkpoint a model took nothing from, and why."""
+
+from __future__ import annotations
+
+from streamer.checkpoint.checkpoint import Checkpoint
+from streamer.trace.tracer import Tracer
+
+__all__ = ["unused_tensors"]
+
+
+def unused_tensors(tracer: Tracer, checkpoint: Checkpoint) -> dict[str, str]:
+    """Return a reason, as far as it is known, for each tensor that no byte was taken from."""
+    unused = {}
+    for name in checkpoint.tensors:
+        base = tracer.bases.get(name)
+        if base is None:
+            unused[name] = "the model stopped reading before it"
+        elif base.used:
+            continue
+        elif name in tracer.superseded:
+            unused[name] = f"overwritten by {tracer.superseded[name]}"
+        elif base.looked_at:
+            unused[name] = "the model looked at it and took nothing"
+        else:
+            unused[name] = "the model passed over it"
+    return unused

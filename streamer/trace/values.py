@@ -1,0 +1,171 @@
+"""The values behind lazy tensors: which bytes they need, fetched together, and functions applied to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from streamer.errors import LeakedLazyTensorError, LoadError
+from streamer.fetch.fill import CopyJob
+from streamer.plan.geometry import View, sort_dims
+from streamer.trace.lazy import Base, DeferredBase, FileBase, LazyTensor, describe_base, map_lazies, view_of, walk
+
+__all__ = ["Fill", "Values", "alias_of", "job_for", "leaves_of", "mark_used"]
+
+#: Fetches and places the bytes of copy jobs; returns when they are there.
+Fill = Callable[[Sequence[CopyJob]], object]
+
+
+class Values:
+    """Computes real tensors for lazy ones.
+
+    Args:
+        fill: how bytes are fetched.
+        dry_run: nothing is fetched; every value is zero.
+    """
+
+    def __init__(self, fill: Fill, *, dry_run: bool) -> None:
+        self._fill = fill
+        self._dry_run = dry_run
+        # The base is kept with its value, or its id could come to mean another one.
+        self._prefetched: dict[tuple[object, ...], tuple[Base, torch.Tensor]] = {}
+        self._closed = False
+        self.would_read: list[LazyTensor] = []
+        """In a dry run, the views of file tensors that something insisted on."""
+
+    def close(self) -> None:
+        """End the load: from now on, a leaked lazy tensor raises instead of reading."""
+        self._closed = True
+        self._prefetched.clear()
+
+    def evaluate(self, lazies: Sequence[LazyTensor]) -> list[torch.Tensor]:
+        """Compute real tensors for `lazies`, fetching the bytes of all of them together."""
+        if self._closed:
+            raise LeakedLazyTensorError(
+                f"{lazies[0]!r} was used after its load had ended",
+                hint="load with mode=eager, which yields ordinary tensors",
+            )
+        with torch.no_grad():
+            fetched = self._fetch(leaves_of(lazies))
+            roots: dict[int, torch.Tensor] = {}
+            return [self._resolve(lazy, fetched, roots) for lazy in lazies]
+
+    def prefetch(self, lazies: Sequence[LazyTensor]) -> None:
+        """Fetch the bytes of `lazies` together; their next use, each, costs no further read."""
+        wanted = [lazy for lazy in lazies if isinstance(lazy.lazy_base, FileBase) and lazy.lazy_base.owned is None]
+        for lazy, value in zip(wanted, self.evaluate(wanted), strict=True):
+            self._prefetched[_cache_key(lazy)] = (lazy.lazy_base, value)
+
+    def _fetch(self, leaves: Sequence[LazyTensor]) -> dict[int, torch.Tensor]:
+        fetched: dict[int, torch.Tensor] = {}
+        jobs = []
+        for lazy in leaves:
+            mark_used(lazy.lazy_base)
+            cached = self._prefetched.pop(_cache_key(lazy), None)
+            if cached is not None:
+                fetched[id(lazy)] = cached[1]
+                continue
+            if self._dry_run:
+                self.would_read.append(lazy)
+                fetched[id(lazy)] = torch.zeros((), dtype=lazy.dtype).expand(lazy.shape)
+                continue
+            destination = torch.empty(lazy.shape, dtype=lazy.dtype)
+            job = job_for(lazy, destination)
+            if job is None:
+                job, destination = _covering(lazy)
+            fetched[id(lazy)] = destination
+            jobs.append(job)
+        if jobs:
+            self._fill(jobs)
+        return fetched
+
+    def _resolve(
+        self, lazy: LazyTensor, fetched: dict[int, torch.Tensor], roots: dict[int, torch.Tensor]
+    ) -> torch.Tensor:
+        base = lazy.lazy_base
+        if base.owned is not None:
+            return alias_of(base.owned, lazy.lazy_meta)
+        if not isinstance(base, DeferredBase):
+            return fetched[id(lazy)]
+        if id(base) not in roots:
+
+            def value(inner: LazyTensor) -> torch.Tensor:
+                return self._resolve(inner, fetched, roots)
+
+            result = base.func(*map_lazies(base.args, value), **map_lazies(base.kwargs, value))
+            roots[id(base)] = _conform(result, base)
+        return alias_of(roots[id(base)], lazy.lazy_meta)
+
+
+def leaves_of(lazies: Sequence[LazyTensor]) -> list[LazyTensor]:
+    """Return the views of file tensors whose bytes `lazies` need, each once."""
+    found: dict[int, LazyTensor] = {}
+    seen: set[int] = set()
+    stack = list(reversed(lazies))
+    while stack:
+        lazy = stack.pop()
+        base = lazy.lazy_base
+        if base.owned is not None:
+            continue
+        if isinstance(base, DeferredBase):
+            if id(base) not in seen:
+                seen.add(id(base))
+                stack.extend(base.inputs())
+        else:
+            found[id(lazy)] = lazy
+    return list(found.values())
+
+
+def mark_used(base: Base) -> None:
+    for reached in walk(base):
+        if isinstance(reached, FileBase):
+            reached.used = True
+
+
+def job_for(source: LazyTensor, destination: torch.Tensor) -> CopyJob | None:
+    """Return the job that fills `destination`, or None when the source must be computed or untangled."""
+    base = source.lazy_base
+    if base.owned is not None or not isinstance(base, FileBase):
+        return None
+    view = view_of(source.lazy_meta, base.info.start)
+    if not sort_dims(view)[0].is_ordered:
+        return None
+    return CopyJob(destination, base.info.file, view, base.info.start, source.dtype)
+
+
+def _covering(source: LazyTensor) -> tuple[CopyJob, torch.Tensor]:
+    """For views whose elements overlap: fetch the covering bytes, and view them as `source` does."""
+    base = source.lazy_base
+    assert isinstance(base, FileBase)
+    view = view_of(source.lazy_meta, base.info.start)
+    length = view.end - view.offset
+    raw = torch.empty(length, dtype=torch.uint8)
+    job = CopyJob(raw, base.info.file, View(view.offset, 1, (length,), (1,)), base.info.start, torch.uint8)
+    value = raw.view(source.dtype).as_strided(source.size(), source.lazy_meta.stride())
+    return job, value
+
+
+def alias_of(root: torch.Tensor, meta: torch.Tensor) -> torch.Tensor:
+    """View a real root as `meta` views its base."""
+    if root.dtype == meta.dtype:
+        return root.as_strided(meta.size(), meta.stride(), meta.storage_offset())
+    alias = torch.empty(0, dtype=meta.dtype, device=root.device)
+    return alias.set_(root.untyped_storage(), meta.storage_offset(), meta.size(), meta.stride())
+
+
+def _conform(result: Any, base: DeferredBase) -> torch.Tensor:
+    """Give a computed result the layout that views of it were derived from."""
+    root = base.root
+    if not isinstance(result, torch.Tensor) or result.shape != root.shape or result.dtype != root.dtype:
+        raise LoadError(f"{describe_base(base)} gave another shape or dtype than expected", hint="load with mode=eager")
+    if result.stride() == root.stride() and not result.storage_offset():
+        return result
+    laid_out = torch.empty_strided(root.size(), root.stride(), dtype=root.dtype, device=result.device)
+    return laid_out.copy_(result)
+
+
+def _cache_key(lazy: LazyTensor) -> tuple[object, ...]:
+    meta = lazy.lazy_meta
+    return id(lazy.lazy_base), meta.storage_offset(), meta.size(), meta.stride(), meta.dtype

@@ -1,0 +1,171 @@
+"""What a store's refusal means, decided by status and error code, never by the wording of a message.
+
+One table for listing, HEAD and bodies, native and through the SDK. Codes are those of
+https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from streamer.errors import (
+    AccessDeniedError,
+    BadResponseError,
+    CredentialsError,
+    ObjectChangedError,
+    ObjectNotFoundError,
+    SourceError,
+    SourceUnavailableError,
+)
+from streamer.transport.retry import TransientFailure
+
+__all__ = ["CredentialsExpired", "Place", "WrongRegion", "bad_response", "classify", "unavailable"]
+
+_EXPIRED = frozenset({"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"})
+_IDENTITY = {
+    "InvalidAccessKeyId": "the store does not know this access key; check the profile and the endpoint",
+    "SignatureDoesNotMatch": "the secret key does not belong to the access key, or a proxy changed the request",
+    "InvalidToken": "the session token is malformed or belongs to other keys",
+    "InvalidClientTokenId": "the access key does not exist",
+    "AuthFailure": "check the credentials",
+    "RequestTimeTooSkewed": "set this machine's clock",
+    "NotSignedUp": "the account has no access to the service",
+}
+_TRANSIENT_CODES = frozenset(
+    {
+        "SlowDown",
+        "InternalError",
+        "ServiceUnavailable",
+        "RequestTimeout",
+        "Throttling",
+        "ThrottlingException",
+        "TooManyRequests",
+        "TooManyRequestsException",
+        "RequestLimitExceeded",
+        "BandwidthLimitExceeded",
+        "OperationAborted",
+    }
+)
+_TRANSIENT_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
+_REGION_CODES = frozenset(
+    {"PermanentRedirect", "TemporaryRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which object (or prefix) and range an error is about; see `SourceError`."""
+
+    url: str
+    start: int | None = None
+    end: int | None = None
+
+    @property
+    def is_read(self) -> bool:
+        return self.start is not None
+
+
+class CredentialsExpired(Exception):
+    """The store says the credentials or the signed URL expired; renewing them once is worth a try."""
+
+    def __init__(self, final: CredentialsError) -> None:
+        super().__init__(final.message)
+        self.final = final
+
+
+class WrongRegion(SourceError):
+    """The store says where the bucket is; a client for that region may be tried once."""
+
+    region = ""
+
+
+def classify(
+    place: Place,
+    status: int,
+    *,
+    code: str = "",
+    message: str = "",
+    request_id: str | None = None,
+    region: str = "",
+    retry_after: float | None = None,
+    anonymous: bool = False,
+) -> SourceError | TransientFailure | CredentialsExpired:
+    """Return what to raise for an error response.
+
+    Args:
+        place: for the message.
+        status: the HTTP status.
+        code, message: from the error document; `message` is only quoted.
+        region: where the store says the bucket is.
+        retry_after: seconds, from the header of that name.
+        anonymous: requests are unsigned.
+    """
+
+    def make(kind: type[SourceError], text: str, hint: str | None = None) -> SourceError:
+        said = f"{text}: {message}" if message else text
+        return kind(
+            said,
+            hint=hint,
+            url=place.url,
+            start=place.start,
+            end=place.end,
+            status=status,
+            code=code or None,
+            request_id=request_id,
+        )
+
+    if code in _EXPIRED:
+        expired = make(CredentialsError, "the credentials have expired", "log in again or refresh them")
+        assert isinstance(expired, CredentialsError)
+        return CredentialsExpired(expired)
+    if code in _IDENTITY:
+        return make(CredentialsError, "the store does not accept the credentials", _IDENTITY[code])
+    if code in _REGION_CODES or status in (301, 302, 307, 308):
+        hint = f"set region={region}" if region else "set the bucket's region, or check the endpoint"
+        wrong = make(WrongRegion, "the bucket is in another region or behind another endpoint", hint)
+        assert isinstance(wrong, WrongRegion)
+        wrong.region = region
+        return wrong
+    if code == "InvalidObjectState":
+        return make(AccessDeniedError, "the object is archived", "restore it to a readable storage class first")
+    if status in (401, 403):
+        return make(AccessDeniedError, "access denied", _access_hint(place, anonymous))
+    if status == 412:
+        return make(ObjectChangedError, "the object changed during the load", "load again when nobody writes to it")
+    if status == 416:
+        return make(ObjectChangedError, "the object is now shorter than when it was listed", "load again")
+    if status == 404 and place.is_read:
+        return make(ObjectChangedError, "the object was deleted during the load")
+    if status == 404:
+        what = "no such bucket" if code == "NoSuchBucket" else "not found"
+        return make(ObjectNotFoundError, what, "check the URL, the endpoint and the region")
+    if status in _TRANSIENT_STATUSES or code in _TRANSIENT_CODES:
+        final = make(SourceUnavailableError, "the store kept refusing", "try later, or lower the concurrency")
+        return TransientFailure(final, retry_after=retry_after)
+    return make(SourceError, "the store refused the request")
+
+
+def _access_hint(place: Place, anonymous: bool) -> str:
+    if anonymous:
+        return "the request was anonymous; unset `anonymous` to use credentials"
+    action = "s3:GetObject" if place.is_read else "s3:ListBucket and s3:GetObject"
+    return f"the identity needs {action} here; for a public bucket set anonymous=true"
+
+
+def bad_response(place: Place, status: int | None, why: str) -> TransientFailure:
+    """An answer that contradicts the request: asked again twice, because a proxy may have been restarted."""
+    final = BadResponseError(
+        f"the store answered with something else than was asked for: {why}",
+        hint="check what stands between this machine and the store",
+        url=place.url,
+        start=place.start,
+        end=place.end,
+        status=status,
+    )
+    return TransientFailure(final, most_attempts=3)
+
+
+def unavailable(place: Place, why: str, *, hint: str | None = None, free: bool = False) -> TransientFailure:
+    """No answer, or half of one: asked again as often as the policy allows."""
+    final = SourceUnavailableError(why, hint=hint, url=place.url, start=place.start, end=place.end)
+    return TransientFailure(final, free=free)

@@ -1,0 +1,224 @@
+"""Keep-alive connections by origin, opened directly or through a proxy."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import ssl
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import SplitResult, unquote, urlsplit
+
+from streamer.errors import ConfigError
+from streamer.transport.connection import HttpConnection
+from streamer.transport.head import HeadParser, MalformedResponse
+
+__all__ = ["ConnectFailed", "ConnectionPool", "Origin", "parse_origin", "proxy_for"]
+
+_HAPPY_EYEBALLS_DELAY_SECONDS = 0.25  # RFC 8305, section 8
+
+
+class ConnectFailed(Exception):
+    """No connection could be opened.
+
+    Attributes:
+        hint: what to check.
+        is_permanent: trying again cannot help (a certificate that is not trusted).
+    """
+
+    def __init__(self, reason: str, *, hint: str | None = None, is_permanent: bool = False) -> None:
+        super().__init__(reason)
+        self.hint = hint
+        self.is_permanent = is_permanent
+
+
+@dataclass(frozen=True, slots=True)
+class Proxy:
+    """An HTTP proxy; the password is kept out of `repr`."""
+
+    host: str
+    port: int
+    authorization: str | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where connections go: they are shared by every object with an equal origin."""
+
+    scheme: str
+    host: str
+    port: int
+    proxy: Proxy | None = None
+
+    @property
+    def authority(self) -> str:
+        """``host[:port]`` as in the Host header: the default port is left out, IPv6 is bracketed."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        default = {"http": 80, "https": 443}[self.scheme]
+        return host if self.port == default else f"{host}:{self.port}"
+
+
+def parse_origin(url: str, proxy: Proxy | None = None) -> tuple[Origin, str]:
+    """Split a URL into its origin and the request target behind it."""
+    parts: SplitResult = urlsplit(url)
+    assert parts.hostname is not None
+    origin = Origin(parts.scheme, parts.hostname, parts.port or {"http": 80, "https": 443}[parts.scheme], proxy)
+    target = parts.path or "/"
+    return origin, f"{target}?{parts.query}" if parts.query else target
+
+
+def proxy_for(url: str) -> Proxy:
+    """Parse the URL of a proxy.
+
+    Raises:
+        ConfigError: a proxy that is itself spoken to over TLS, or by SOCKS.
+    """
+    parts = urlsplit(url if "://" in url else f"http://{url}")
+    if parts.scheme != "http" or not parts.hostname:
+        raise ConfigError(
+            f"the proxy at {parts.hostname or 'an unnamed host'} needs {parts.scheme}, which the native reader "
+            "does not speak",
+            hint="set transport=sdk",
+        )
+    authorization = None
+    if parts.username is not None:
+        pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+        authorization = "Basic " + base64.b64encode(pair.encode()).decode()
+    return Proxy(parts.hostname, parts.port or 80, authorization)
+
+
+class ConnectionPool:
+    """Hands out connections, most recently used first, so that few stay open when few are needed.
+
+    How many are open at once is the caller's business: it holds one per read in flight.
+    """
+
+    def __init__(self, *, ssl_context: ssl.SSLContext | None, connect_timeout_seconds: float) -> None:
+        self._ssl_context = ssl_context
+        self._timeout = connect_timeout_seconds
+        self._idle: dict[Origin, list[HttpConnection]] = {}
+        self._is_closed = False
+
+    def __repr__(self) -> str:
+        return f"<ConnectionPool {sum(map(len, self._idle.values()))} idle>"
+
+    async def acquire(self, origin: Origin) -> HttpConnection:
+        """Return an idle connection or open one.
+
+        Raises:
+            ConnectFailed: DNS, TCP, proxy or TLS failed, or took longer than the connect timeout.
+        """
+        idle = self._idle.get(origin)
+        while idle:
+            connection = idle.pop()
+            if connection.is_reusable:
+                return connection
+        return await self._open(origin)
+
+    def release(self, connection: HttpConnection, origin: Origin) -> None:
+        """Take back a connection whose exchange is over."""
+        if self._is_closed or not connection.is_reusable:
+            connection.close()
+        else:
+            self._idle.setdefault(origin, []).append(connection)
+
+    def close(self) -> None:
+        """Close every idle connection, and those in use when they come back."""
+        self._is_closed = True
+        for connections in self._idle.values():
+            for connection in connections:
+                connection.close()
+        self._idle.clear()
+
+    async def _open(self, origin: Origin) -> HttpConnection:
+        via = f" through the proxy {origin.proxy.host}:{origin.proxy.port}" if origin.proxy else ""
+        where = f"{origin.scheme}://{origin.authority}{via}"
+        try:
+            async with asyncio.timeout(self._timeout):
+                return await self._connect(origin)
+        except TimeoutError:
+            raise ConnectFailed(
+                f"no connection to {where} within {self._timeout:g} s",
+                hint="check the endpoint, firewall and proxy settings",
+            ) from None
+        except ssl.SSLCertVerificationError as error:
+            raise ConnectFailed(
+                f"the certificate of {where} is not trusted: {error.verify_message}",
+                hint="name its authority with ca_bundle or AWS_CA_BUNDLE",
+                is_permanent=True,
+            ) from error
+        except (OSError, MalformedResponse) as error:
+            raise ConnectFailed(
+                f"cannot connect to {where}: {error.strerror or error}"
+                if isinstance(error, OSError)
+                else f"cannot connect to {where}: {error}",
+                hint="check the endpoint, firewall and proxy settings",
+            ) from error
+
+    async def _connect(self, origin: Origin) -> HttpConnection:
+        loop = asyncio.get_running_loop()
+        connection = HttpConnection(loop)
+        context = self._ssl_context if origin.scheme == "https" else None
+        if origin.proxy is not None and context is not None:
+            await _open_tunnel(loop, origin, connection, context)
+            return connection
+        host, port = (origin.proxy.host, origin.proxy.port) if origin.proxy else (origin.host, origin.port)
+        # uvloop walks the addresses on its own and takes no such argument.
+        is_asyncio = isinstance(loop, asyncio.BaseEventLoop)
+        options: dict[str, Any] = {"happy_eyeballs_delay": _HAPPY_EYEBALLS_DELAY_SECONDS} if is_asyncio else {}
+        await loop.create_connection(
+            lambda: connection,
+            host,
+            port,
+            ssl=context,
+            server_hostname=origin.host if context else None,
+            **options,
+        )
+        return connection
+
+
+class _Tunnel(asyncio.Protocol):
+    """Waits for a proxy's answer to CONNECT (RFC 9110, section 9.3.6)."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.opened: asyncio.Future[int] = loop.create_future()
+        self._parser = HeadParser()
+
+    def data_received(self, data: bytes) -> None:
+        if self.opened.done():
+            return
+        try:
+            parsed = self._parser.feed(data)
+        except MalformedResponse as error:
+            self.opened.set_exception(error)
+            return
+        if parsed is not None:
+            self.opened.set_result(parsed[0].status)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.opened.done():
+            self.opened.set_exception(exc or ConnectionError("the proxy closed the connection"))
+
+
+async def _open_tunnel(
+    loop: asyncio.AbstractEventLoop, origin: Origin, connection: HttpConnection, context: ssl.SSLContext
+) -> None:
+    assert origin.proxy is not None
+    proxy = origin.proxy
+    transport, tunnel = await loop.create_connection(lambda: _Tunnel(loop), proxy.host, proxy.port)
+    try:
+        host = f"[{origin.host}]" if ":" in origin.host else origin.host
+        lines = [f"CONNECT {host}:{origin.port} HTTP/1.1", f"Host: {host}:{origin.port}"]
+        if proxy.authorization:
+            lines.append(f"Proxy-Authorization: {proxy.authorization}")
+        transport.write(("\r\n".join(lines) + "\r\n\r\n").encode("ascii"))
+        status = await tunnel.opened
+        if status != 200:
+            raise ConnectionError(f"the proxy refused with status {status}")
+        upgraded = await loop.start_tls(transport, connection, context, server_hostname=origin.host)
+        if upgraded is None:
+            raise ConnectionError("the proxy closed the connection")
+        connection.connection_made(upgraded)
+    except BaseException:
+        transport.abort()
+        raise

@@ -1,0 +1,206 @@
+"""`RangeReader`: one byte range of one object into given memory, resumed and retried until it is right."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from streamer.config import StreamConfig
+from streamer.errors import SourceError
+from streamer.transport.checks import (
+    Expected,
+    WrongResponse,
+    check_range_response,
+    parse_store_error,
+    retry_after,
+)
+from streamer.transport.connection import ConnectionDropped, HttpConnection, ResponseStalled
+from streamer.transport.failures import CredentialsExpired, Place, bad_response, classify, unavailable
+from streamer.transport.head import MalformedResponse, ResponseHead
+from streamer.transport.pool import ConnectFailed, ConnectionPool, Origin
+from streamer.transport.retry import Attempts, RetryPolicy, TransientFailure, call_with_retries
+from streamer.transport.scatter import Scatter
+from streamer.transport.stats import TransferStats
+
+__all__ = ["Address", "RangeReader", "ReadTarget", "read_resuming"]
+
+#: A failed try that delivered this much counts as progress.
+_PROGRESS_BYTES = 256 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where and how to ask for an object; `request_target` may carry a signature and is never shown."""
+
+    origin: Origin
+    request_target: str
+    headers: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ReadTarget:
+    """One object to read from.
+
+    Attributes:
+        url: as the user would write it.
+        size: bytes.
+        etag: sent as ``If-Match`` and compared with the answer; None reads unpinned.
+        address: returns where to ask; ``renew`` forces a new signature.
+    """
+
+    url: str
+    size: int
+    etag: str | None
+    address: Callable[[bool], Awaitable[Address]]
+    anonymous: bool = False
+
+
+#: Performs one try: fills the scatter from its cursor on, or raises `TransientFailure`,
+#: `CredentialsExpired` or a `SourceError`. ``renew`` asks for fresh credentials.
+TryRead = Callable[[int, Scatter, bool], Awaitable[None]]
+
+
+async def read_resuming(
+    try_read: TryRead, start: int, scatter: Scatter, policy: RetryPolicy, stats: TransferStats
+) -> None:
+    """Fill `scatter` with the bytes from `start` on, resuming after each failure at the last good byte.
+
+    Shared by every transport, so that they fail alike.
+
+    Raises:
+        SourceError: permanently refused, or given up.
+    """
+    renewals = 0
+
+    async def attempt(attempts: Attempts) -> None:
+        nonlocal renewals
+        renew = False
+        while True:
+            before = scatter.filled
+            stats.requests += 1
+            try:
+                return await try_read(start + before, scatter, renew)
+            except CredentialsExpired as expired:
+                if renewals:
+                    raise expired.final from None
+                renewals, renew = 1, True
+                stats.retries += 1
+            finally:
+                gained = scatter.filled - before
+                stats.note_bytes(gained)
+                attempts.progressed = gained >= _PROGRESS_BYTES
+
+    def on_retry(_: TransientFailure) -> None:
+        stats.retries += 1
+        stats.resumed_bytes += scatter.filled - seen[0]
+        seen[0] = scatter.filled
+
+    seen = [0]
+    await call_with_retries(attempt, policy, on_retry)
+
+
+class RangeReader:
+    """Reads ranges through a `ConnectionPool`. One per source and event loop."""
+
+    def __init__(self, pool: ConnectionPool, config: StreamConfig, policy: RetryPolicy, stats: TransferStats) -> None:
+        self._pool = pool
+        self._policy = policy
+        self._stats = stats
+        self._idle_timeout = config.idle_timeout_seconds
+        self._least_bytes = int(config.min_rate_bytes_per_second * config.idle_timeout_seconds)
+
+    async def read(self, target: ReadTarget, start: int, buffers: Sequence[memoryview]) -> None:
+        """Fill `buffers`, in order, with the object's bytes from `start` on.
+
+        Once this has returned or raised, or its task was cancelled, nothing writes to the buffers.
+
+        Raises:
+            SourceError: see `streamer.errors`; the message names object, range and what came back.
+        """
+        scatter = Scatter(buffers)
+        end = start + scatter.length
+
+        async def try_read(position: int, scatter: Scatter, renew: bool) -> None:
+            await self._try(target, position, end, scatter, renew)
+
+        await read_resuming(try_read, start, scatter, self._policy, self._stats)
+
+    async def _try(self, target: ReadTarget, start: int, end: int, scatter: Scatter, renew: bool) -> None:
+        place = Place(target.url, start, end)
+        address = await target.address(renew)
+        try:
+            connection = await self._pool.acquire(address.origin)
+        except ConnectFailed as failure:
+            if failure.is_permanent:
+                raise SourceError(str(failure), hint=failure.hint, url=target.url) from failure
+            raise unavailable(place, str(failure), hint=failure.hint) from failure
+        try:
+            await self._exchange(connection, address, target, place, scatter)
+        finally:
+            self._pool.release(connection, address.origin)
+
+    async def _exchange(
+        self, connection: HttpConnection, address: Address, target: ReadTarget, place: Place, scatter: Scatter
+    ) -> None:
+        assert place.start is not None
+        assert place.end is not None
+        expected = Expected(place.start, place.end, target.size, target.etag)
+
+        def accept(head: ResponseHead) -> bool:
+            if head.status not in (200, 206):
+                return False
+            check_range_response(expected, head.status, head.headers)
+            return True
+
+        was_used = connection.exchanges > 0
+        try:
+            head, body = await connection.exchange(
+                _render(address, expected),
+                accept,
+                scatter,
+                idle_timeout_seconds=self._idle_timeout,
+                min_bytes_per_period=self._least_bytes,
+            )
+        except ConnectionDropped as dropped:
+            # A server may close an idle connection at any moment; that says nothing about its health.
+            stale = was_used and dropped.before_response
+            raise unavailable(place, str(dropped), free=stale) from dropped
+        except ResponseStalled as stalled:
+            raise unavailable(place, f"the response stalled: {stalled}") from stalled
+        except (WrongResponse, MalformedResponse) as wrong:
+            raise bad_response(place, None, str(wrong)) from wrong
+        if head.status in (200, 206):
+            return
+        error = parse_store_error(body, head.headers)
+        raise classify(
+            place,
+            head.status,
+            code=error.code,
+            message=error.message,
+            request_id=head.headers.get("x-amz-request-id"),
+            region=error.region,
+            retry_after=retry_after(head.headers),
+            anonymous=target.anonymous,
+        )
+
+
+def _render(address: Address, expected: Expected) -> bytes:
+    """Write the request. Range and If-Match are not part of the signature, so one URL serves all ranges."""
+    origin = address.origin
+    target = address.request_target
+    lines = []
+    if origin.proxy is not None and origin.scheme == "http":
+        target = f"http://{origin.authority}{target}"  # absolute form, RFC 9112, section 3.2.2
+        if origin.proxy.authorization:
+            lines.append(f"Proxy-Authorization: {origin.proxy.authorization}")
+    lines += [
+        f"Host: {origin.authority}",
+        "User-Agent: s3stream",
+        # Without this, GCS and some gateways decompress or compress on the way.
+        "Accept-Encoding: identity",
+        f"Range: bytes={expected.start}-{expected.end - 1}",
+    ]
+    if expected.etag is not None:
+        lines.append(f"If-Match: {expected.etag}")
+    lines += [f"{name}: {value}" for name, value in address.headers]
+    return "\r\n".join((f"GET {target} HTTP/1.1", *lines, "", "")).encode("latin-1")

@@ -1,0 +1,433 @@
+"""An S3 object server of our own: counts everything, fails on command, and is fast enough to measure with.
+
+It speaks ListObjectsV2, HEAD and ranged GET with If-Match, path style. Bodies leave through
+``sendfile`` from one thread per connection, so it costs little beside the client that is measured.
+Signatures are not checked (SeaweedFS does that in the tests); unsigned requests can be refused.
+
+Run it alone with ``python -m tests.servers.object_server ROOT``: each folder in ROOT is a bucket.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import os
+import socket
+import ssl
+import struct
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import parse_qs, quote, unquote
+from xml.sax.saxutils import escape
+
+REASONS = {200: "OK", 206: "Partial Content", 400: "Bad Request", 403: "Forbidden", 404: "Not Found"}
+
+
+@dataclass
+class Stored:
+    """An object: bytes in memory, or a file."""
+
+    content: bytes | Path
+    etag: str
+    size: int
+
+
+@dataclass
+class Request:
+    method: str
+    bucket: str
+    key: str
+    query: dict[str, list[str]]
+    headers: dict[str, str]
+    target: str
+
+
+@dataclass
+class Response:
+    """What will be sent; faults change it."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes | Path = b""
+    start: int = 0
+    count: int = 0
+    cut_after: int | None = None
+    """Close the connection, cleanly, after this many body bytes."""
+    reset_after: int | None = None
+    """Reset the connection after this many body bytes; -1: before the head."""
+    stall_after: int | None = None
+    """Send nothing more after this many body bytes; -1: before the head."""
+    bytes_per_second: float | None = None
+    delay_seconds: float = 0.0
+
+
+@dataclass
+class Fault:
+    """Changes responses to matching requests.
+
+    Args:
+        change: edits the response in place, or returns another.
+        key: part of the key that must match; "" matches all.
+        times: how often; None for ever.
+        skip: matching requests to let pass first.
+        method: GET, HEAD or LIST.
+    """
+
+    change: Callable[[Request, Response], Response | None]
+    key: str = ""
+    times: int | None = 1
+    skip: int = 0
+    method: str = "GET"
+
+
+@dataclass
+class Counters:
+    requests: Counter[str] = field(default_factory=Counter)
+    connections: int = 0
+    open_connections: int = 0
+    most_open_connections: int = 0
+    body_bytes: int = 0
+    ranges: list[tuple[str, int, int]] = field(default_factory=list)
+    authorization: list[str] = field(default_factory=list)
+
+
+class ObjectServer:
+    """Serves until `close`; a context manager.
+
+    Args:
+        root: folder of buckets; more can be `put` from memory.
+        first_byte_seconds, bytes_per_second: of every GET, per connection.
+        require_signature: refuse requests without an Authorization header or signed query.
+        tls: server context; then the URL is https.
+    """
+
+    def __init__(
+        self,
+        root: Path | None = None,
+        *,
+        port: int = 0,
+        first_byte_seconds: float = 0.0,
+        bytes_per_second: float | None = None,
+        require_signature: bool = False,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self.objects: dict[str, dict[str, Stored]] = {}
+        self.faults: list[Fault] = []
+        self.counters = Counters()
+        self.bucket_region: str | None = None
+        self.page_size = 1000
+        self._first_byte_seconds = first_byte_seconds
+        self._bytes_per_second = bytes_per_second
+        self._require_signature = require_signature
+        self._tls = tls
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+        self._connections: set[socket.socket] = set()
+        self._listener = socket.create_server(("127.0.0.1", port), backlog=512)
+        self.port: int = self._listener.getsockname()[1]
+        if root is not None:
+            for path in sorted(root.rglob("*")):
+                if path.is_file():
+                    bucket, _, key = path.relative_to(root).as_posix().partition("/")
+                    self.put_file(bucket, key, path)
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"{'https' if self._tls else 'http'}://127.0.0.1:{self.port}"
+
+    def __enter__(self) -> ObjectServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._stopping.set()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        with self._lock:
+            for connection in self._connections:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+
+    def put(self, bucket: str, key: str, content: bytes) -> None:
+        etag = f'"{hashlib.md5(content).hexdigest()}"'
+        self.objects.setdefault(bucket, {})[key] = Stored(content, etag, len(content))
+
+    def put_file(self, bucket: str, key: str, path: Path) -> None:
+        status = path.stat()
+        etag = f'"{status.st_ino:x}-{status.st_mtime_ns:x}"'
+        self.objects.setdefault(bucket, {})[key] = Stored(path, etag, status.st_size)
+
+    def put_folder(self, bucket: str, prefix: str, folder: Path) -> None:
+        for path in sorted(folder.rglob("*")):
+            if path.is_file():
+                self.put_file(bucket, prefix + path.relative_to(folder).as_posix(), path)
+
+    def drop_connections(self) -> None:
+        """Close every open connection, as a server does with idle ones."""
+        with self._lock:
+            for connection in self._connections:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+
+    # -- connections ---------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with self._lock:
+            self.counters.connections += 1
+            self.counters.open_connections += 1
+            self.counters.most_open_connections = max(
+                self.counters.most_open_connections, self.counters.open_connections
+            )
+            self._connections.add(connection)
+        try:
+            stream = self._tls.wrap_socket(connection, server_side=True) if self._tls else connection
+            with stream:
+                received = b""
+                while not self._stopping.is_set():
+                    while b"\r\n\r\n" not in received:
+                        more = stream.recv(65536)
+                        if not more:
+                            return
+                        received += more
+                    head, _, received = received.partition(b"\r\n\r\n")
+                    if not self._answer(stream, head):
+                        return
+        except (OSError, ValueError):
+            return
+        finally:
+            with self._lock:
+                self.counters.open_connections -= 1
+                self._connections.discard(connection)
+            connection.close()
+
+    def _answer(self, stream: socket.socket, head: bytes) -> bool:
+        """Answer one request; return whether the connection stays open."""
+        request = _parse(head)
+        response = self._route(request)
+        kind = "LIST" if request.method == "GET" and not request.key else request.method
+        with self._lock:
+            self.counters.requests[kind] += 1
+            self.counters.authorization.append(request.headers.get("authorization", request.target))
+            if kind == "GET":
+                self.counters.ranges.append((request.key, response.start, response.start + response.count))
+            response = self._apply_faults(kind, request, response)
+        return self._send(stream, request, response)
+
+    def _apply_faults(self, kind: str, request: Request, response: Response) -> Response:
+        for fault in self.faults:
+            if fault.method != kind or fault.key not in request.key or fault.times == 0:
+                continue
+            if fault.skip:
+                fault.skip -= 1
+                continue
+            if fault.times is not None:
+                fault.times -= 1
+            return fault.change(request, response) or response
+        return response
+
+    def _send(self, stream: socket.socket, request: Request, response: Response) -> bool:
+        if response.reset_after == -1:
+            _reset(stream)
+            return False
+        if response.stall_after == -1:
+            self._stopping.wait(60)
+            return False
+        wait = response.delay_seconds + (self._first_byte_seconds if request.method == "GET" else 0)
+        if wait:
+            time.sleep(wait)
+        lines = [f"HTTP/1.1 {response.status} {REASONS.get(response.status, 'Status')}"]
+        lines += [f"{name}: {value}" for name, value in response.headers.items()]
+        stream.sendall(("\r\n".join(lines) + "\r\n\r\n").encode("latin-1"))
+        if request.method == "HEAD":
+            return True
+        limits = [
+            limit for limit in (response.cut_after, response.reset_after, response.stall_after) if limit is not None
+        ]
+        count = min([response.count, *limits])
+        rate = response.bytes_per_second or self._bytes_per_second
+        for start, size in _portions(response.start, count, rate):
+            began = time.monotonic()
+            self._send_range(stream, response.body, start, size)
+            with self._lock:
+                self.counters.body_bytes += size
+            if rate:
+                time.sleep(max(0.0, size / rate - (time.monotonic() - began)))
+        if response.reset_after is not None:
+            _reset(stream)
+            return False
+        if response.stall_after is not None:
+            self._stopping.wait(60)
+            return False
+        return response.cut_after is None and response.headers.get("Connection") != "close"
+
+    def _send_range(self, stream: socket.socket, body: bytes | Path, start: int, count: int) -> None:
+        if isinstance(body, bytes):
+            stream.sendall(memoryview(body)[start : start + count])
+            return
+        with body.open("rb", buffering=0) as file:
+            if self._tls:
+                file.seek(start)
+                while count:
+                    chunk = file.read(min(count, 1 << 18))
+                    stream.sendall(chunk)
+                    count -= len(chunk)
+            while count:
+                sent = os.sendfile(stream.fileno(), file.fileno(), start, count)
+                start += sent
+                count -= sent
+
+    # -- the protocol --------------------------------------------------------------------------------
+
+    def _route(self, request: Request) -> Response:
+        if self._require_signature and not ("authorization" in request.headers or "X-Amz-Signature" in request.query):
+            return _error(403, "AccessDenied", "Access Denied")
+        bucket = self.objects.get(request.bucket)
+        if bucket is None:
+            return _error(404, "NoSuchBucket", "The specified bucket does not exist")
+        if not request.key:
+            return self._list(request, bucket)
+        stored = bucket.get(request.key)
+        if stored is None:
+            return _error(404, "NoSuchKey", "The specified key does not exist.")
+        wanted = request.headers.get("if-match")
+        if wanted is not None and wanted != stored.etag:
+            return _error(412, "PreconditionFailed", "At least one of the preconditions failed")
+        headers = {"ETag": stored.etag, "Accept-Ranges": "bytes", "x-amz-request-id": "TESTREQUEST"}
+        start, end = 0, stored.size
+        given = request.headers.get("range")
+        if given is None:
+            headers["Content-Length"] = str(stored.size)
+            return Response(200, headers, stored.content, 0, stored.size)
+        first, _, last = given.removeprefix("bytes=").partition("-")
+        start, end = int(first), min(stored.size, int(last) + 1 if last else stored.size)
+        if start >= stored.size:
+            return _error(416, "InvalidRange", "The requested range is not satisfiable")
+        headers["Content-Length"] = str(end - start)
+        headers["Content-Range"] = f"bytes {start}-{end - 1}/{stored.size}"
+        return Response(206, headers, stored.content, start, end - start)
+
+    def _list(self, request: Request, bucket: dict[str, Stored]) -> Response:
+        prefix = request.query.get("prefix", [""])[0]
+        delimiter = request.query.get("delimiter", [""])[0]
+        after = request.query.get("continuation-token", [""])[0]
+        size = min(self.page_size, int(request.query.get("max-keys", ["1000"])[0]))
+        entries: dict[str, Stored | None] = {}
+        for key in sorted(bucket):
+            if not key.startswith(prefix):
+                continue
+            folder, found, _ = key[len(prefix) :].partition(delimiter) if delimiter else (key, "", "")
+            entries[prefix + folder + found if found else key] = None if found else bucket[key]
+        keys = [key for key in entries if key > after]
+        page, rest = keys[:size], keys[size:]
+        parts = [f"<Prefix>{escape(prefix)}</Prefix><KeyCount>{len(page)}</KeyCount><EncodingType>url</EncodingType>"]
+        for key in page:
+            stored = entries[key]
+            name = quote(key, safe="/")
+            if stored is None:
+                parts.append(f"<CommonPrefixes><Prefix>{name}</Prefix></CommonPrefixes>")
+            else:
+                parts.append(
+                    f"<Contents><Key>{name}</Key><LastModified>2026-01-01T00:00:00.000Z</LastModified>"
+                    f"<ETag>{escape(stored.etag)}</ETag><Size>{stored.size}</Size></Contents>"
+                )
+        if rest:
+            parts.append(f"<NextContinuationToken>{escape(page[-1])}</NextContinuationToken>")
+        parts.append(f"<IsTruncated>{'true' if rest else 'false'}</IsTruncated>")
+        body = (
+            '<?xml version="1.0" encoding="UTF-8"?><ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/">'
+            f"{''.join(parts)}</ListBucketResult>"
+        ).encode()
+        headers = {"Content-Type": "application/xml", "Content-Length": str(len(body))}
+        if self.bucket_region:
+            headers["x-amz-bucket-region"] = self.bucket_region
+        return Response(200, headers, body, 0, len(body))
+
+
+def error_response(status: int, code: str, message: str = "", **headers: str) -> Response:
+    """An S3 error document, for faults."""
+    response = _error(status, code, message)
+    response.headers.update({name.replace("_", "-"): value for name, value in headers.items()})
+    return response
+
+
+def _error(status: int, code: str, message: str) -> Response:
+    body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{escape(message)}</Message></Error>".encode()
+    headers = {
+        "Content-Type": "application/xml",
+        "Content-Length": str(len(body)),
+        "x-amz-request-id": "TESTREQUEST",
+    }
+    return Response(status, headers, body, 0, len(body))
+
+
+def _parse(head: bytes) -> Request:
+    first, *lines = head.decode("latin-1").split("\r\n")
+    method, target, _ = first.split(" ", 2)
+    headers = {}
+    for line in lines:
+        name, _, value = line.partition(":")
+        headers[name.strip().lower()] = value.strip()
+    path, _, query = target.partition("?")
+    bucket, _, key = path.lstrip("/").partition("/")
+    return Request(method, unquote(bucket), unquote(key), parse_qs(query, keep_blank_values=True), headers, target)
+
+
+def _portions(start: int, count: int, rate: float | None) -> Iterator[tuple[int, int]]:
+    step = count if not rate else max(1, min(count, int(rate / 50)))
+    while count > 0:
+        size = min(step, count)
+        yield start, size
+        start += size
+        count -= size
+
+
+def _reset(stream: socket.socket) -> None:
+    stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    stream.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Serve folders as buckets.")
+    parser.add_argument("root", type=Path)
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--first-byte-seconds", type=float, default=0.0)
+    parser.add_argument("--bytes-per-second", type=float, default=None)
+    parser.add_argument("--tls-certificate", type=Path, default=None)
+    options = parser.parse_args()
+    tls = None
+    if options.tls_certificate:
+        tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        tls.load_cert_chain(options.tls_certificate)
+    server = ObjectServer(
+        options.root,
+        port=options.port,
+        first_byte_seconds=options.first_byte_seconds,
+        bytes_per_second=options.bytes_per_second,
+        tls=tls,
+    )
+    print(server.url, flush=True)
+    sys.stdin.read()  # until whoever started us goes away
+    server.close()
+
+
+if __name__ == "__main__":
+    main()
