@@ -35,6 +35,7 @@ class PlannedCopy:
         tensor: in the checkpoint.
         source: which part of it; None when it is no plain window, such as after a reshape.
         parameter: where they go.
+        parameter_shape: its shape.
         destination: which part of it, likewise.
         nbytes: taken from the checkpoint.
         computed: they pass through an expression on the way, such as a cast or `cat`.
@@ -43,6 +44,7 @@ class PlannedCopy:
     tensor: str
     source: Window | None
     parameter: str
+    parameter_shape: tuple[int, ...]
     destination: Window | None
     nbytes: int
     computed: bool
@@ -139,6 +141,7 @@ def _describe(copy: Pending, names: Mapping[int, list[tuple[str, torch.Tensor]]]
             tensor=info.name,
             source=_window(view_of(leaf.lazy_meta), whole) if same_type else None,
             parameter=name,
+            parameter_shape=() if parameter is None else tuple(parameter.shape),
             destination=destination,
             nbytes=view_of(leaf.lazy_meta).nbytes,
             computed=leaf is not copy.source,

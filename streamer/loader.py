@@ -21,7 +21,7 @@ from streamer.fetch.fill import CopyJob
 from streamer.fetch.headers import OpenedCheckpoint
 from streamer.plan.plan import Plan
 from streamer.report import Cast, ForcedRead, LoadReport, LoadTimes
-from streamer.sources import Source, open_source
+from streamer.sources import Source, open_source, split_file
 from streamer.trace.barrier import tracing
 from streamer.trace.leaks import refuse_leaks
 from streamer.trace.storages import ModelStorages
@@ -46,7 +46,7 @@ def load(model: Any, url: str | Source, config: Options = None, *, progress: Pro
     Args:
         model: on any device. Parameters on meta get no values, which is an error, unless
             ``load_weights`` gives them memory.
-        url: a folder of safetensors files, or a source.
+        url: a folder of safetensors files, one such file, or a source.
         config: a `StreamConfig`, or options for `StreamConfig.resolve`.
         progress: called with bytes arrived and bytes wanted, per batch of reads.
 
@@ -60,8 +60,9 @@ def load(model: Any, url: str | Source, config: Options = None, *, progress: Pro
     """
     check_byte_order()
     resolved = _resolve(config)
-    with FetchEngine(_source(url, resolved), resolved) as engine:
-        return _Load(model, engine, progress).run()
+    source, only = _open(url, resolved)
+    with FetchEngine(source, resolved) as engine:
+        return _Load(model, engine, progress).run(only)
 
 
 def iterate(url: str | Source, config: Options = None) -> Generator[tuple[str, torch.Tensor], None, None]:
@@ -74,8 +75,9 @@ def iterate(url: str | Source, config: Options = None) -> Generator[tuple[str, t
     """
     check_byte_order()
     resolved = _resolve(config)
-    with FetchEngine(_source(url, resolved), resolved) as engine:
-        opened = engine.open_checkpoint()
+    source, only = _open(url, resolved)
+    with FetchEngine(source, resolved) as engine:
+        opened = engine.open_checkpoint(only=only)
         yield from iterate_tensors(engine, list(opened.checkpoint.tensors.values()), opened.items)
 
 
@@ -83,8 +85,11 @@ def _resolve(config: Options) -> StreamConfig:
     return config if isinstance(config, StreamConfig) else StreamConfig.resolve(config)
 
 
-def _source(url: str | Source, config: StreamConfig) -> Source:
-    return open_source(url, config) if isinstance(url, str) else url
+def _open(url: str | Source, config: StreamConfig) -> tuple[Source, str | None]:
+    if not isinstance(url, str):
+        return url, None
+    root, only = split_file(url)
+    return open_source(root, config), only
 
 
 class _Load:
@@ -99,9 +104,9 @@ class _Load:
         self._unexpected: list[str] = []
         self._items: Sequence[Any] = ()
 
-    def run(self) -> LoadReport:
+    def run(self, only: str | None) -> LoadReport:
         began = time.perf_counter()
-        opened = self._engine.open_checkpoint()
+        opened = self._engine.open_checkpoint(only=only)
         self._items = opened.items
         headers = time.perf_counter() - began
         header_bytes = self._engine.source.stats.bytes_received

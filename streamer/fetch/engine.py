@@ -83,9 +83,9 @@ class FetchEngine:
     def loop(self) -> LoopThread:
         return self._loop
 
-    def open_checkpoint(self, *, only: str | None = None) -> OpenedCheckpoint:
+    def open_checkpoint(self, *, only: str | None = None, progress: Progress | None = None) -> OpenedCheckpoint:
         """Read listing, index and headers; see `streamer.fetch.headers.read_checkpoint`."""
-        return self._loop.run(read_checkpoint(self.source, self.config, only=only))
+        return self._loop.run(read_checkpoint(self.source, self.config, only=only, progress=progress))
 
     def read_object(self, key: str, *, limit_bytes: int) -> bytes:
         """Read a small object such as ``config.json`` whole.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from streamer.checkpoint.checkpoint import Checkpoint, assemble
 from streamer.checkpoint.header import FileHeader, HeaderParser
@@ -39,11 +39,18 @@ async def read_object(source: Source, item: ObjectInfo, *, limit_bytes: int) -> 
     return bytes(body)
 
 
-async def read_checkpoint(source: Source, config: StreamConfig, *, only: str | None = None) -> OpenedCheckpoint:
+async def read_checkpoint(
+    source: Source,
+    config: StreamConfig,
+    *,
+    only: str | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> OpenedCheckpoint:
     """List `source`, choose its weights and read all their headers at once.
 
     Args:
         only: key of a single file to load instead of choosing.
+        progress: called with headers read and headers to read.
 
     Raises:
         CheckpointError, SourceError: before any byte of a weight is read.
@@ -57,9 +64,16 @@ async def read_checkpoint(source: Source, config: StreamConfig, *, only: str | N
         selection = select_files(source.url, listing, index)
     gate = asyncio.Semaphore(config.concurrency)
 
+    finished = 0
+
     async def read_header(listed: Listed) -> FileHeader:
+        nonlocal finished
         async with gate:
-            return await _read_header(source, items[listed.key], config.header_read_bytes)
+            header = await _read_header(source, items[listed.key], config.header_read_bytes)
+        finished += 1
+        if progress is not None:
+            progress(finished, len(selection.weights))
+        return header
 
     async with _failing_as_itself() as group:
         tasks = [group.create_task(read_header(listed)) for listed in selection.weights]

@@ -8,10 +8,10 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from streamer.config import StreamConfig
-from streamer.errors import ConfigError, MissingDependencyError
+from streamer.errors import ConfigError, MissingDependencyError, UnsupportedCheckpointError
 from streamer.sources.base import Source
 
-__all__ = ["S3Location", "open_source", "parse_s3_url"]
+__all__ = ["S3Location", "open_source", "parse_s3_url", "split_file"]
 
 _ARN = re.compile(r"arn:[^:/]*:s3[^:/]*:[^/]*[:/](?:accesspoint|outpost)[:/][^/]+(?:/accesspoint/[^/]+)?")
 _KNOWN_LATER = {"gs", "gcs", "az", "abfs", "http", "https", "hf", "memory"}
@@ -46,6 +46,23 @@ def parse_s3_url(url: str) -> S3Location:
     if prefix and not prefix.endswith("/"):
         prefix += "/"
     return S3Location(bucket, prefix)
+
+
+def split_file(url: str) -> tuple[str, str | None]:
+    """Split the URL of a single file of weights into its folder's URL and its name; others stay whole.
+
+    Raises:
+        UnsupportedCheckpointError: a file that cannot be streamed.
+    """
+    folder, _, name = url.rpartition("/")
+    if name.endswith(".gguf"):
+        raise UnsupportedCheckpointError(
+            f"{url} is GGUF, which cannot be streamed",
+            hint="download it and give its path to an engine that reads GGUF",
+        )
+    if not name.endswith(".safetensors"):
+        return url, None
+    return folder or ("/" if url.startswith("/") else "."), name
 
 
 def open_source(url: str, config: StreamConfig) -> Source:

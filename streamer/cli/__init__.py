@@ -1,0 +1,22 @@
+"""The command ``s3stream``."""
+
+from __future__ import annotations
+
+import sys
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Run the command line, or say what to install for it."""
+    try:
+        from streamer.cli.app import app
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] not in ("typer", "rich", "click"):
+            raise
+        print(
+            f"s3stream: the command line needs the package {error.name}; run: pip install 's3stream[cli]'",
+            file=sys.stderr,
+        )
+        sys.exit(9)
+    app()

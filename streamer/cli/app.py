@@ -1,0 +1,175 @@
+"""Arguments and options; each command's work is in a module of its own, imported when it runs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import typer
+
+from streamer import __version__
+from streamer.cli.exit_codes import exit_code
+from streamer.cli.output import Output
+from streamer.config import StreamConfig
+from streamer.errors import ConfigError, StreamError
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    help="Load LLM weights straight from object storage, each rank only the bytes it needs.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Url = Annotated[str, typer.Argument(help="s3://bucket/folder, file:///folder or a local path")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")]
+Options = Annotated[
+    list[str] | None,
+    typer.Option("--option", "-o", metavar="KEY=VALUE", help="Any option of StreamConfig; may be repeated."),
+]
+Endpoint = Annotated[str | None, typer.Option(help="S3 endpoint, for stores other than AWS.")]
+Region = Annotated[str | None, typer.Option(help="Region of the bucket.")]
+Profile = Annotated[str | None, typer.Option(help="Profile of the shared AWS configuration.")]
+Anonymous = Annotated[bool, typer.Option("--anonymous", help="Send unsigned requests, for public buckets.")]
+IgnoreIndex = Annotated[bool, typer.Option("--ignore-index", help="Go by the files' headers alone.")]
+TensorParallel = Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel size.")]
+PipelineParallel = Annotated[int, typer.Option("--pp", min=1, help="Pipeline-parallel size.")]
+Experts = Annotated[bool, typer.Option("--ep", help="Spread whole experts over the ranks.")]
+Rank = Annotated[int | None, typer.Option(min=0, help="Show this rank only.")]
+EngineName = Annotated[str, typer.Option("--engine", help="Whose loading code to trace.")]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"s3stream {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Load LLM weights straight from object storage, each rank only the bytes it needs."""
+
+
+@contextlib.contextmanager
+def _reporting(as_json: bool, quiet: bool) -> Iterator[Output]:
+    """Turn our errors into one message on stderr and an exit code."""
+    output = Output(as_json=as_json, quiet=quiet)
+    try:
+        yield output
+    except StreamError as error:
+        output.stderr.print(f"s3stream: {error}", markup=False)
+        raise typer.Exit(exit_code(error)) from error
+
+
+def _config(
+    options: list[str] | None,
+    endpoint_url: str | None = None,
+    region: str | None = None,
+    profile: str | None = None,
+    anonymous: bool = False,
+    ignore_index: bool = False,
+) -> StreamConfig:
+    values: dict[str, Any] = {}
+    for option in options or ():
+        key, separator, value = option.partition("=")
+        if not separator:
+            raise ConfigError(f"--option {option!r} has no value", hint="write --option key=value")
+        values[key.strip().replace("-", "_")] = value
+    named = {"endpoint_url": endpoint_url, "region": region, "profile": profile}
+    values.update((key, value) for key, value in named.items() if value)
+    if anonymous:
+        values["anonymous"] = True
+    if ignore_index:
+        values["index"] = "ignore"
+    return StreamConfig.resolve(values)
+
+
+@app.command()
+def demo(tp: TensorParallel = 2, json: Json = False, quiet: Quiet = False) -> None:
+    """Show the main job: load a sharded checkpoint from an S3 store into a tensor-parallel model.
+
+    Starts a store in this process, uploads a small Llama, loads it in TP processes, each fetching only
+    its own bytes, and compares the logits with the unsharded model.
+    """
+    with _reporting(json, quiet) as output:
+        from streamer.cli.demo import run_demo
+
+        if not run_demo(tp, output):
+            raise typer.Exit(1)
+
+
+@app.command()
+def inspect(
+    url: Url,
+    json: Json = False,
+    quiet: Quiet = False,
+    option: Options = None,
+    endpoint_url: Endpoint = None,
+    region: Region = None,
+    profile: Profile = None,
+    anonymous: Anonymous = False,
+    ignore_index: IgnoreIndex = False,
+) -> None:
+    """Show what a checkpoint holds, and what would be skipped and why. Reads headers only."""
+    with _reporting(json, quiet) as output:
+        from streamer.cli.inspect import run_inspect
+
+        run_inspect(url, _config(option, endpoint_url, region, profile, anonymous, ignore_index), output)
+
+
+@app.command()
+def plan(
+    url: Url,
+    tp: TensorParallel = 1,
+    pp: PipelineParallel = 1,
+    ep: Experts = False,
+    rank: Rank = None,
+    engine: EngineName = "reference",
+    json: Json = False,
+    quiet: Quiet = False,
+    option: Options = None,
+    endpoint_url: Endpoint = None,
+    region: Region = None,
+    profile: Profile = None,
+    anonymous: Anonymous = False,
+    ignore_index: IgnoreIndex = False,
+) -> None:
+    """Show what each rank would fetch, from headers alone, without a GPU or memory for the weights."""
+    with _reporting(json, quiet) as output:
+        from streamer.cli.plan import run_plan
+
+        config = _config(option, endpoint_url, region, profile, anonymous, ignore_index)
+        run_plan(url, config, output, engine=engine, tensor=tp, pipeline=pp, experts=ep, rank=rank)
+
+
+@app.command()
+def explain(
+    url: Url,
+    name: Annotated[str, typer.Argument(help="A tensor of the checkpoint.")],
+    tp: TensorParallel = 1,
+    pp: PipelineParallel = 1,
+    ep: Experts = False,
+    rank: Rank = None,
+    engine: EngineName = "reference",
+    json: Json = False,
+    quiet: Quiet = False,
+    option: Options = None,
+    endpoint_url: Endpoint = None,
+    region: Region = None,
+    profile: Profile = None,
+    anonymous: Anonymous = False,
+    ignore_index: IgnoreIndex = False,
+) -> None:
+    """Show where one tensor's bytes go: which of its rows, into which rows of which parameter, per rank."""
+    with _reporting(json, quiet) as output:
+        from streamer.cli.plan import run_explain
+
+        config = _config(option, endpoint_url, region, profile, anonymous, ignore_index)
+        run_explain(url, name, config, output, engine=engine, tensor=tp, pipeline=pp, experts=ep, rank=rank)

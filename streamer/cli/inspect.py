@@ -1,0 +1,67 @@
+"""``s3stream inspect``. Needs no torch."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from streamer.checkpoint.checkpoint import Checkpoint
+from streamer.cli.output import Output, size_text
+from streamer.config import StreamConfig
+from streamer.fetch.headers import read_checkpoint
+from streamer.sources import open_source, split_file
+
+__all__ = ["run_inspect"]
+
+
+def run_inspect(url: str, config: StreamConfig, output: Output) -> None:
+    """Print what the checkpoint at `url` holds."""
+
+    async def read() -> Checkpoint:
+        root, only = split_file(url)
+        source = open_source(root, config)
+        try:
+            with output.progress("reading headers") as progress:
+                return (await read_checkpoint(source, config, only=only, progress=progress)).checkpoint
+        finally:
+            await source.close()
+
+    checkpoint = asyncio.run(read())
+    output.result(_document(checkpoint), lambda console: _show(checkpoint, console))
+
+
+def _document(checkpoint: Checkpoint) -> dict[str, Any]:
+    return {
+        "url": checkpoint.url,
+        "files": [
+            {"key": file.key, "size": file.size, "tensors": file.tensor_count, "header_bytes": file.header_bytes}
+            for file in checkpoint.files
+        ],
+        "tensors": len(checkpoint.tensors),
+        "bytes": checkpoint.nbytes,
+        "dtypes": checkpoint.bytes_by_dtype(),
+        "skipped": [{"key": item.key, "size": item.size, "reason": item.reason} for item in checkpoint.skipped],
+        "metadata_files": [{"key": item.key, "size": item.size} for item in checkpoint.metadata_files],
+        "unindexed": list(checkpoint.unindexed),
+    }
+
+
+def _show(checkpoint: Checkpoint, console: Console) -> None:
+    dtypes = ", ".join(f"{name} {size_text(nbytes)}" for name, nbytes in checkpoint.bytes_by_dtype().items())
+    console.print(checkpoint.url, markup=False)
+    console.print(f"{len(checkpoint.tensors)} tensors, {size_text(checkpoint.nbytes)} ({dtypes})", markup=False)
+    table = Table("file", "size", "tensors", box=None)
+    for file in checkpoint.files:
+        table.add_row(file.key, size_text(file.size), str(file.tensor_count))
+    console.print(table)
+    if checkpoint.skipped:
+        console.print("\nskipped")
+        table = Table("object", "size", "reason", box=None)
+        for item in checkpoint.skipped:
+            table.add_row(item.key, size_text(item.size), item.reason)
+        console.print(table)
+    if checkpoint.unindexed:
+        console.print(f"\nnot named by the index, but loaded: {', '.join(checkpoint.unindexed)}", markup=False)

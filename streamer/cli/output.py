@@ -1,0 +1,74 @@
+"""What commands print: results on stdout, progress and errors on stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+__all__ = ["Output", "size_text"]
+
+#: Between two progress lines when there is no terminal to draw on.
+_LINE_SECONDS = 5.0
+
+
+class Output:
+    """Where a command's words go.
+
+    Args:
+        as_json: the result is one JSON document.
+        quiet: no progress.
+    """
+
+    def __init__(self, *, as_json: bool, quiet: bool) -> None:
+        self._as_json = as_json
+        self._quiet = quiet
+        self.stdout = Console(highlight=False, soft_wrap=True)
+        self.stderr = Console(stderr=True, highlight=False, soft_wrap=True)
+
+    def result(self, document: dict[str, Any], show: Callable[[Console], None]) -> None:
+        """Print `document` as JSON, or call `show` to print it for people."""
+        if self._as_json:
+            self.stdout.print(json.dumps(document, indent=2), markup=False)
+        else:
+            show(self.stdout)
+
+    def note(self, text: str) -> None:
+        """Say what is going on."""
+        if not self._quiet:
+            self.stderr.print(text, markup=False)
+
+    @contextlib.contextmanager
+    def progress(self, what: str) -> Iterator[Callable[[int, int], None]]:
+        """Yield ``update(done, total)``: a bar on a terminal, a line every few seconds elsewhere."""
+        if self._quiet:
+            yield lambda done, total: None
+        elif self.stderr.is_terminal:
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+            with Progress(*columns, console=self.stderr, transient=True) as bars:
+                task = bars.add_task(what, total=None)
+                yield lambda done, total: bars.update(task, completed=done, total=total)
+        else:
+            last = time.monotonic()
+
+            def update(done: int, total: int) -> None:
+                nonlocal last
+                now = time.monotonic()
+                if now - last >= _LINE_SECONDS or done == total:
+                    last = now
+                    self.stderr.print(f"{what}: {done} of {total}", markup=False)
+
+            yield update
+
+
+def size_text(nbytes: int) -> str:
+    """Write a number of bytes for people, in decimal units, as store and link speeds are given."""
+    for unit, scale in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.2f} {unit}"
+    return f"{nbytes} bytes"

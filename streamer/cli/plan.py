@@ -1,0 +1,235 @@
+"""``s3stream plan`` and ``s3stream explain``: traces an engine's loading code on meta parameters."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from streamer.checkpoint.checkpoint import Checkpoint, TensorInfo
+from streamer.cli.output import Output, size_text
+from streamer.config import StreamConfig
+from streamer.dryrun import DryRun, PlannedCopy, dry_run
+from streamer.engines import ParallelLayout, find_engine
+from streamer.errors import CheckpointError, ConfigError, ObjectNotFoundError
+from streamer.fetch.dtypes import torch_shape
+from streamer.fetch.engine import FetchEngine
+from streamer.plan.windows import Window
+from streamer.sources import open_source, split_file
+
+__all__ = ["run_explain", "run_plan"]
+
+_MAX_CONFIG_BYTES = 4 << 20
+#: Links to give floor times for: common instance and NIC speeds, in Gbit/s.
+_LINKS_GBIT = (10, 25, 100, 400)
+#: S3 Standard in us-east-1, per request; https://aws.amazon.com/s3/pricing (GET, November 2026).
+_DOLLARS_PER_REQUEST = 0.0004 / 1000
+
+
+@dataclass(frozen=True, slots=True)
+class _Traced:
+    checkpoint: Checkpoint
+    ranks: dict[int, DryRun]
+
+
+def _trace(
+    url: str, config: StreamConfig, output: Output, engine_name: str, layout: ParallelLayout, ranks: list[int]
+) -> _Traced:
+    engine = find_engine(engine_name)
+    root, only = split_file(url)
+    with FetchEngine(open_source(root, config), config) as fetch:
+        with output.progress("reading headers") as progress:
+            checkpoint = fetch.open_checkpoint(only=only, progress=progress).checkpoint
+        try:
+            document = json.loads(fetch.read_object("config.json", limit_bytes=_MAX_CONFIG_BYTES))
+        except ObjectNotFoundError as error:
+            raise CheckpointError(
+                f"{checkpoint.url} has no config.json, which says what model this is",
+                hint="upload it beside the weights",
+            ) from error
+        except ValueError as error:
+            raise CheckpointError(f"{checkpoint.url}: config.json is not valid JSON ({error})") from error
+    if not isinstance(document, dict):
+        raise CheckpointError(f"{checkpoint.url}: config.json is not a JSON object")
+    traced = {}
+    with output.progress("tracing ranks") as progress:
+        for number, rank in enumerate(ranks):
+            traced[rank] = dry_run(engine.build(document, layout, rank), checkpoint, config)
+            progress(number + 1, len(ranks))
+    return _Traced(checkpoint, traced)
+
+
+def _wanted(layout: ParallelLayout, rank: int | None) -> list[int]:
+    if rank is not None and rank >= layout.ranks:
+        raise ConfigError(f"there is no rank {rank} among {layout.ranks}", hint=f"ranks are 0 to {layout.ranks - 1}")
+    return list(range(layout.ranks)) if rank is None else [rank]
+
+
+def run_plan(
+    url: str,
+    config: StreamConfig,
+    output: Output,
+    *,
+    engine: str,
+    tensor: int,
+    pipeline: int,
+    experts: bool,
+    rank: int | None,
+) -> None:
+    """Print the plan of all ranks, or of one; the node's total always counts all of them."""
+    layout = ParallelLayout(tensor, pipeline, experts)
+    shown = _wanted(layout, rank)
+    traced = _trace(url, config, output, engine, layout, _wanted(layout, None))
+    node_bytes = sum(run.plan.fetch_bytes for run in traced.ranks.values())
+    node_requests = sum(len(run.plan.requests) for run in traced.ranks.values())
+    document = {
+        "engine": engine,
+        "url": traced.checkpoint.url,
+        "tp": tensor,
+        "checkpoint_bytes": traced.checkpoint.nbytes,
+        "node_bytes": node_bytes,
+        "node_requests": node_requests,
+        "request_cost_dollars": round(node_requests * _DOLLARS_PER_REQUEST, 6),
+        "ranks": [_rank_document(number, traced.ranks[number]) for number in shown],
+        "floor_seconds": {f"{gbit}_gbit": round(node_bytes * 8 / (gbit * 1e9), 3) for gbit in _LINKS_GBIT},
+        "materialised": [
+            {"rank": number, "operation": read.operation, "tensors": list(read.tensors), "bytes": read.nbytes}
+            for number in shown
+            for read in traced.ranks[number].materialised
+        ],
+        "ignored": [
+            {"rank": number, "name": name, "reason": reason}
+            for number in shown
+            for name, reason in traced.ranks[number].ignored.items()
+        ],
+    }
+    output.result(document, lambda console: _show_plan(document, console))
+
+
+def _rank_document(rank: int, run: DryRun) -> dict[str, Any]:
+    plan = run.plan
+    return {
+        "rank": rank,
+        "needed_bytes": plan.needed_bytes,
+        "fetch_bytes": plan.fetch_bytes,
+        "over_read_bytes": plan.over_read_bytes,
+        "requests": len(plan.requests),
+        "strided_bytes": plan.strided_bytes,
+        "copies": len(run.copies),
+    }
+
+
+def _show_plan(document: dict[str, Any], console: Console) -> None:
+    console.print(f"{document['url']} on {document['tp']} ranks of the {document['engine']} engine", markup=False)
+    table = Table("rank", "needs", "fetches", "of it over-read", "strided", "requests", box=None)
+    for row in document["ranks"]:
+        table.add_row(
+            str(row["rank"]),
+            size_text(row["needed_bytes"]),
+            size_text(row["fetch_bytes"]),
+            size_text(row["over_read_bytes"]),
+            size_text(row["strided_bytes"]),
+            str(row["requests"]),
+        )
+    console.print(table)
+    total, node = document["checkpoint_bytes"], document["node_bytes"]
+    console.print(
+        f"\nthe node fetches {size_text(node)}, {node / total if total else 0:.2f} times the checkpoint's "
+        f"{size_text(total)}, in {document['node_requests']} requests (${document['request_cost_dollars']})"
+    )
+    floors = ", ".join(
+        f"{seconds} s at {link.partition('_')[0]} Gbit/s" for link, seconds in document["floor_seconds"].items()
+    )
+    console.print(f"no faster than {floors}")
+    for title, key in (("fetched at once, outside the plan", "materialised"), ("not used", "ignored")):
+        if document[key]:
+            console.print(f"\n{title}")
+            for item in document[key][:20]:
+                what = item.get("name") or f"{', '.join(item['tensors'])} for {item['operation']}"
+                console.print(f"  rank {item['rank']}: {what} {item.get('reason', '')}".rstrip(), markup=False)
+
+
+def run_explain(
+    url: str,
+    name: str,
+    config: StreamConfig,
+    output: Output,
+    *,
+    engine: str,
+    tensor: int,
+    pipeline: int,
+    experts: bool,
+    rank: int | None,
+) -> None:
+    """Print where the bytes of one tensor go."""
+    layout = ParallelLayout(tensor, pipeline, experts)
+    traced = _trace(url, config, output, engine, layout, _wanted(layout, rank))
+    info = traced.checkpoint.tensors.get(name)
+    if info is None:
+        near = difflib.get_close_matches(name, traced.checkpoint.tensors, n=1)
+        hint = f"did you mean {near[0]}?" if near else "`s3stream inspect` shows what there is"
+        raise ConfigError(f"{traced.checkpoint.url} has no tensor {name!r}", hint=hint)
+    copies = [
+        {
+            "rank": number,
+            "parameter": copy.parameter,
+            "source": copy.source,
+            "destination": copy.destination,
+            "bytes": copy.nbytes,
+            "computed": copy.computed,
+            "text": _sentence(copy, info),
+        }
+        for number, run in traced.ranks.items()
+        for copy in run.copies
+        if copy.tensor == name
+    ]
+    unused = {str(number): run.ignored[name] for number, run in traced.ranks.items() if name in run.ignored}
+    document = {
+        "name": name,
+        "dtype": info.dtype,
+        "shape": list(info.shape),
+        "file": traced.checkpoint.files[info.file].key,
+        "start": info.start,
+        "end": info.end,
+        "copies": copies,
+        "ignored": unused,
+    }
+    output.result(document, lambda console: _show_explanation(info, document, console))
+
+
+def _show_explanation(info: TensorInfo, document: dict[str, Any], console: Console) -> None:
+    console.print(
+        f"{info.name}: {info.dtype} {list(info.shape)}, bytes {info.start} to {info.end - 1} of {document['file']}",
+        markup=False,
+    )
+    for copy in document["copies"]:
+        console.print(f"rank {copy['rank']}: {copy['text']}", markup=False)
+    for rank, reason in document["ignored"].items():
+        console.print(f"rank {rank}: not used, {reason}", markup=False)
+
+
+def _sentence(copy: PlannedCopy, info: TensorInfo) -> str:
+    source = _window_text(copy.source, torch_shape(info)) or "elements that form no plain window"
+    destination = _window_text(copy.destination, copy.parameter_shape) or "elements"
+    verb = "go, computed on the way," if copy.computed else "go"
+    return f"{source} {verb} to {destination} of {copy.parameter} ({size_text(copy.nbytes)})"
+
+
+def _window_text(window: Window | None, shape: tuple[int, ...]) -> str:
+    """Describe a window by the dimensions that it does not take whole, rows first."""
+    if window is None:
+        return ""
+    if not window:
+        return "the scalar"
+    names = ["rows", "columns"] if len(window) > 1 else ["elements"]
+    names += [f"indices of dimension {number}" for number in range(len(names), len(window))]
+    parts = [
+        f"{name} {start} to {stop - 1}"
+        for name, (start, stop), size in zip(names, window, shape, strict=True)
+        if (start, stop) != (0, size)
+    ]
+    return ", ".join(parts) or f"all {names[0]}"
