@@ -236,6 +236,8 @@ def _convert(where: str, value: Any, hint: Any, *, is_bytes: bool = False) -> An
         if int in allowed:
             return parse_byte_count(value) if is_bytes or "_BYTES" in where else int(value)
         return float(value)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
     except (KeyError, ValueError) as error:
         kind = "yes or no" if bool in allowed else "a number"
         raise ConfigError(f"{where} must be {kind}, not {value!r}") from error

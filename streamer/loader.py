@@ -159,7 +159,7 @@ class _Load:
         return tuple(
             name
             for name, tensor in self._expected().items()
-            if not tensor.is_meta and (name in said or tracer.was_written(tensor))
+            if not tensor.is_meta and (name in said or tracer.writes.reached(tensor))
         )
 
     def _require_all(self, report: LoadReport, checkpoint: Checkpoint) -> None:

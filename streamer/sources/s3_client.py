@@ -8,6 +8,7 @@ import ssl
 import warnings
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import botocore.exceptions as aws
@@ -102,6 +103,8 @@ def _resolve_verify(config: StreamConfig, session: AioSession) -> str | bool:
         )
         return False
     bundle = config.ca_bundle or session.get_config_variable("ca_bundle")
+    if bundle and not Path(bundle).is_file():
+        raise ConfigError(f"the CA bundle {bundle} does not exist", hint="see ca_bundle and AWS_CA_BUNDLE")
     return str(bundle) if bundle else True
 
 

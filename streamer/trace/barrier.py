@@ -62,7 +62,7 @@ class Barrier(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for position, name in written_arguments(func):
             value = args[position] if position < len(args) else kwargs.get(name)
             for tensor in _plain_tensors([value]):
-                self._tracer.note_write(tensor)
+                self._tracer.writes.note(tensor)
 
 
 def _plain_tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -109,5 +109,5 @@ class Watch(TorchFunctionMode):
             elif func == _SET_DATA and isinstance(args[1], LazyTensor):
                 # `param.data = lazy` would leave a parameter with a null pointer.
                 args = (args[0], tracer.own(args[1], "data.__set__"))
-                tracer.note_write(args[1])
+                tracer.writes.note(args[1])
         return func(*args, **(kwargs or {}))

@@ -46,6 +46,7 @@ from streamer.trace.ops import Kind, is_same_values, kind_of, written_arguments
 from streamer.trace.pending import Pending, PendingCopies, storage_key
 from streamer.trace.storages import ModelStorages
 from streamer.trace.values import Fill, Values, alias_of, job_for, leaves_of, mark_used
+from streamer.trace.writes import WriteLog
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
@@ -88,8 +89,7 @@ class Tracer:
         """True while copies are completed; what happens then is ours and not the model's."""
         self.planned: list[Pending] = []
         self.bases: dict[str, FileBase] = {}
-        self.written: dict[int, list[tuple[int, int]]] = {}
-        """Byte intervals, by storage, that something was written to or will be."""
+        self.writes = WriteLog()
         self.materialised: list[Materialised] = []
         self.casts: Counter[tuple[str, str]] = Counter()
         self.superseded: dict[str, str] = {}
@@ -195,7 +195,7 @@ class Tracer:
                 value = self._values_for([source], "aten::copy_ into a temporary")(source)
                 destination.copy_(value)
             return destination
-        self.note_write(destination)
+        self.writes.note(destination)
         if destination.dtype != source.dtype:
             self.casts[str(source.dtype), str(destination.dtype)] += 1
         if not destination.numel():
@@ -214,21 +214,6 @@ class Tracer:
             self.complete(blocking)
         self.pending.add(destination.detach(), source, key)
         return destination
-
-    def note_write(self, tensor: torch.Tensor) -> None:
-        """Remember that `tensor`'s bytes got values, so that what got none can be named."""
-        window = view_of(tensor)
-        intervals = self.written.setdefault(storage_key(tensor), [])
-        if not intervals or intervals[-1] != (window.offset, window.end):
-            intervals.append((window.offset, window.end))
-
-    def was_written(self, tensor: torch.Tensor) -> bool:
-        """Whether anything was written to bytes of `tensor`; an empty tensor counts as written."""
-        window = view_of(tensor)
-        if window.offset == window.end:
-            return True
-        intervals = self.written.get(storage_key(tensor), ())
-        return any(start < window.end and window.offset < end for start, end in intervals)
 
     def complete_touching(self, tensors: Iterable[torch.Tensor]) -> None:
         """Complete the pending copies that write bytes which any of `tensors` holds."""

@@ -57,9 +57,7 @@ def test_without_index_model_files_come_first_in_natural_order() -> None:
     )
     assert keys_of(selection)[-1] == "model-00010-of-00010.safetensors"
     assert len(keys_of(selection)) == 10
-    assert [(item.key, item.reason) for item in selection.skipped] == [
-        ("vae.safetensors", "other files are the model")
-    ]
+    assert [(item.key, item.reason) for item in selection.skipped] == [("vae.safetensors", "other files are the model")]
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,8 @@ def windows(draw: st.DrawFn, shape: tuple[int, ...] | None = None, itemsize: int
     """A window of a contiguous array, its dimensions perhaps permuted, perhaps broadcast."""
     itemsize = itemsize or draw(st.sampled_from([1, 2, 4, 8]))
     shape = shape if shape is not None else tuple(draw(st.lists(st.integers(1, 5), max_size=4)))
-    strides, stride = [], itemsize
+    strides: list[int] = []
+    stride = itemsize
     for size in reversed(shape):
         strides.insert(0, stride)
         stride *= size

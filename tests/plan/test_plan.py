@@ -20,9 +20,7 @@ def demands(draw: st.DrawFn) -> list[Demand]:
         for _ in range(draw(st.integers(1, 3))):
             position += draw(st.sampled_from([0, 1, 7, 300]))
             views = [sort_dims(view)[0] for view in draw(st.lists(windows(), min_size=1, max_size=3))]
-            found += [
-                Demand(file, View(v.offset + position, v.itemsize, v.shape, v.strides), position) for v in views
-            ]
+            found += [Demand(file, View(v.offset + position, v.itemsize, v.shape, v.strides), position) for v in views]
             position += max(view.end for view in views) + 8
     return draw(st.permutations(found))
 

@@ -258,7 +258,7 @@ class ObjectServer:
         lines += [f"{name}: {value}" for name, value in response.headers.items()]
         stream.sendall(("\r\n".join(lines) + "\r\n\r\n").encode("latin-1"))
         if request.method == "HEAD":
-            return True
+            return request.headers.get("connection", "").lower() != "close"
         limits = [
             limit for limit in (response.cut_after, response.reset_after, response.stall_after) if limit is not None
         ]
@@ -277,7 +277,7 @@ class ObjectServer:
         if response.stall_after is not None:
             self._stopping.wait(60)
             return False
-        return response.cut_after is None and response.headers.get("Connection") != "close"
+        return response.cut_after is None and request.headers.get("connection", "").lower() != "close"
 
     def _send_range(self, stream: socket.socket, body: bytes | Path, start: int, count: int) -> None:
         if isinstance(body, bytes):

@@ -1,0 +1,54 @@
+"""Servers that tests share, and a clean environment for each test."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.certificates import Certificates, make_certificates
+from tests.servers.moto import start_moto
+from tests.servers.object_server import ObjectServer
+from tests.servers.seaweed import SeaweedServer, start_seaweed
+
+ACCESS_KEY, SECRET_KEY = "AKIDEXAMPLE", "SECRETEXAMPLE"
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No test sees the developer's credentials, profiles, proxies or options."""
+    for name in list(os.environ):
+        if name.startswith(("AWS_", "S3STREAM_")) or name.lower().endswith("_proxy"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "no-config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "no-credentials"))
+
+
+@pytest.fixture(scope="session")
+def moto_url() -> Iterator[str]:
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    with start_moto() as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def seaweed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedServer]:
+    with start_seaweed(tmp_path_factory.mktemp("seaweed"), ACCESS_KEY, SECRET_KEY) as server:
+        yield server
+
+
+@pytest.fixture
+def server() -> Iterator[ObjectServer]:
+    with ObjectServer(require_signature=True) as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return make_certificates(tmp_path_factory.mktemp("certificates"))
