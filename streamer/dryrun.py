@@ -79,11 +79,11 @@ def dry_run(model: torch.nn.Module, checkpoint: Checkpoint, config: StreamConfig
         with tracing(tracer):
             load_weights: Any = model.load_weights
             load_weights(weights())
-            tracer.complete_all()
+            tracer.copies.complete_all()
     finally:
         tracer.close()
-    views = [leaf for copy in tracer.planned for leaf in leaves_of([copy.source])]
-    demands = [_demand(lazy) for lazy in (*views, *tracer.forced_in_dry_run)]
+    views = [leaf for copy in tracer.copies.planned for leaf in leaves_of([copy.source])]
+    demands = [_demand(lazy) for lazy in (*views, *tracer.values.would_read)]
     names = _parameter_names(model)
     return DryRun(
         plan=build_plan(
@@ -91,8 +91,8 @@ def dry_run(model: torch.nn.Module, checkpoint: Checkpoint, config: StreamConfig
             request_bytes=request_bytes_for(config),
             coalesce_gap_bytes=config.coalesce_gap_bytes,
         ),
-        copies=tuple(planned for copy in tracer.planned for planned in _describe(copy, names)),
-        materialised=tuple(ForcedRead(read.operation, read.tensors, read.nbytes) for read in tracer.materialised),
+        copies=tuple(planned for copy in tracer.copies.planned for planned in _describe(copy, names)),
+        materialised=tuple(tracer.values.materialised),
         ignored=unused_tensors(tracer, checkpoint),
     )
 

@@ -20,7 +20,7 @@ from streamer.fetch.engine import FetchEngine, Progress
 from streamer.fetch.fill import CopyJob
 from streamer.fetch.headers import OpenedCheckpoint
 from streamer.plan.plan import Plan
-from streamer.report import Cast, ForcedRead, LoadReport, LoadTimes
+from streamer.report import Cast, LoadReport, LoadTimes
 from streamer.sources import Source, open_source, split_file
 from streamer.trace.barrier import tracing
 from streamer.trace.leaks import refuse_leaks
@@ -118,7 +118,7 @@ class _Load:
             weights = self._weights(tracer, opened)
             with tracing(tracer):
                 returned = self._loader()(weights)
-                tracer.complete_all()
+                tracer.copies.complete_all()
             refuse_leaks(self._model)
         finally:
             tracer.close()
@@ -155,11 +155,12 @@ class _Load:
         return _state(self._model)
 
     def _loaded(self, tracer: Tracer, returned: Any) -> tuple[str, ...]:
-        said = set(returned) if isinstance(returned, (set, frozenset, list, tuple)) else set()
+        listed = returned if isinstance(returned, (set, frozenset, list, tuple)) else ()
+        said = {name for name in listed if isinstance(name, str)}
         return tuple(
             name
             for name, tensor in self._expected().items()
-            if not tensor.is_meta and (name in said or tracer.writes.reached(tensor))
+            if not tensor.is_meta and (name in said or tracer.copies.writes.reached(tensor))
         )
 
     def _require_all(self, report: LoadReport, checkpoint: Checkpoint) -> None:
@@ -205,8 +206,8 @@ class _Load:
             requests=stats.requests,
             retries=stats.retries,
             resumed_bytes=stats.resumed_bytes,
-            casts=tuple(Cast(source, target, count) for (source, target), count in sorted(tracer.casts.items())),
-            materialised=tuple(ForcedRead(read.operation, read.tensors, read.nbytes) for read in tracer.materialised),
+            casts=tuple(Cast(source, target, count) for (source, target), count in sorted(tracer.copies.casts.items())),
+            materialised=tuple(tracer.values.materialised),
             peak_buffer_bytes=self._engine.peak_buffer_bytes,
             times=LoadTimes(
                 headers=headers,
@@ -223,7 +224,7 @@ class _Load:
 def _lazy_weights(tracer: Tracer, infos: Sequence[TensorInfo]) -> Iterator[tuple[str, torch.Tensor]]:
     for info in infos:
         yield info.name, tracer.lazy(info)
-    tracer.complete_all()
+    tracer.copies.complete_all()
 
 
 def _state(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -47,13 +47,13 @@ class Barrier(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         tracer = self._tracer
-        if not tracer.busy:
+        if not tracer.values.busy:
             kind = kind_of(func)
             if kind is Kind.COPY and type(args[1]) is LazyTensor and type(args[0]) is not LazyTensor:
                 pass  # recorded by the lazy tensor, which also looks after what it overlaps
             elif kind is not Kind.VIEW and kind is not Kind.SHAPE_ONLY:
-                if tracer.pending:
-                    tracer.complete_touching(_plain_tensors((args, kwargs)))
+                if tracer.copies.pending:
+                    tracer.copies.complete_touching(_plain_tensors((args, kwargs)))
                 if kind is Kind.MUTATING or kind is Kind.COPY:
                     self._note_writes(func, args, kwargs)
         return func(*args, **kwargs)
@@ -62,7 +62,7 @@ class Barrier(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for position, name in written_arguments(func):
             value = args[position] if position < len(args) else kwargs.get(name)
             for tensor in _plain_tensors([value]):
-                self._tracer.writes.note(tensor)
+                self._tracer.copies.writes.note(tensor)
 
 
 def _plain_tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -82,6 +82,7 @@ _RAW_READS = frozenset(
         _Tensor.tolist,
         _Tensor.data_ptr,
         _Tensor.storage,
+        _Tensor.untyped_storage,
         _Tensor.share_memory_,
         _Tensor.__array__,
         _Tensor.__dlpack__,
@@ -102,12 +103,12 @@ class Watch(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         tracer = self._tracer
-        if not tracer.busy:
+        if not tracer.values.busy:
             if func in _RAW_READS:
-                if tracer.pending:
-                    tracer.complete_touching(_plain_tensors(args[:1]))
+                if tracer.copies.pending:
+                    tracer.copies.complete_touching(_plain_tensors(args[:1]))
             elif func == _SET_DATA and isinstance(args[1], LazyTensor):
                 # `param.data = lazy` would leave a parameter with a null pointer.
                 args = (args[0], tracer.own(args[1], "data.__set__"))
-                tracer.writes.note(args[1])
+                tracer.copies.writes.note(args[1])
         return func(*args, **(kwargs or {}))

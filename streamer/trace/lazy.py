@@ -141,7 +141,7 @@ class LazyTensor(torch.Tensor):
     # -- whatever bypasses the dispatcher gets a real tensor, never a null pointer --------------------
 
     def _real(self, why: str) -> torch.Tensor:
-        return self.lazy_base.tracer.materialise(self, why)
+        return self.lazy_base.tracer.values.materialise([self], why)(self)
 
     def _owned(self, why: str) -> torch.Tensor:
         """A real tensor with memory that later writes through lazy views also reach."""

@@ -10,12 +10,18 @@ import torch
 from streamer.plan.geometry import View, disjoint
 from streamer.trace.lazy import LazyTensor, view_of
 
-__all__ = ["Pending", "PendingCopies", "storage_key"]
+__all__ = ["Pending", "PendingCopies", "storage_key", "storage_of"]
+
+
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
+    """Return the storage of `tensor` without telling `Watch`, for whom this is a look at its memory."""
+    with torch._C.DisableTorchFunction():
+        return tensor.untyped_storage()
 
 
 def storage_key(tensor: torch.Tensor) -> int:
     """Identify the storage of `tensor` for as long as something holds it."""
-    key: int = tensor.untyped_storage()._cdata
+    key: int = storage_of(tensor)._cdata
     return key
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from streamer.trace.lazy import LazyTensor
-from streamer.trace.pending import storage_key
+from streamer.trace.pending import storage_key, storage_of
 
 __all__ = ["ModelStorages", "named_tensors"]
 
@@ -38,7 +38,7 @@ class ModelStorages:
 
     def _collect(self) -> None:
         self._storages = {
-            storage_key(tensor): tensor.untyped_storage()
+            storage_key(tensor): storage_of(tensor)
             for _, tensor in named_tensors(self._model)
             if not isinstance(tensor, LazyTensor)
         }

@@ -19,10 +19,6 @@ the difference. The rules that make it so:
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +26,7 @@ import torch
 from streamer.checkpoint.checkpoint import TensorInfo
 from streamer.errors import LoadError
 from streamer.fetch.dtypes import torch_dtype, torch_shape
+from streamer.trace.copies import Copies
 from streamer.trace.deferral import infer_on_meta, meta_of, snapshot
 from streamer.trace.lazy import (
     Base,
@@ -37,32 +34,20 @@ from streamer.trace.lazy import (
     FileBase,
     LazyTensor,
     describe_base,
-    file_names,
     map_lazies,
-    view_of,
     walk,
 )
-from streamer.trace.ops import Kind, is_same_values, kind_of, written_arguments
-from streamer.trace.pending import Pending, PendingCopies, storage_key
+from streamer.trace.ops import Kind, kind_of, written_arguments
+from streamer.trace.pending import storage_key
 from streamer.trace.storages import ModelStorages
-from streamer.trace.values import Fill, Values, alias_of, job_for, leaves_of, mark_used
-from streamer.trace.writes import WriteLog
+from streamer.trace.values import Fill, Values, alias_of
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
 
-__all__ = ["Materialised", "Tracer"]
+__all__ = ["Tracer"]
 
 _UNSUPPORTED_WRITES = frozenset({"aten::set_", "aten::resize_", "aten::resize_as_"})
-
-
-@dataclass(frozen=True, slots=True)
-class Materialised:
-    """Source bytes that had to be fetched at once, and the operation that needed them."""
-
-    operation: str
-    tensors: tuple[str, ...]
-    nbytes: int
 
 
 class Tracer:
@@ -79,20 +64,9 @@ class Tracer:
     def __init__(
         self, storages: ModelStorages, fill: Fill, *, batch_bytes: int = 64 << 20, dry_run: bool = False
     ) -> None:
-        self._storages = storages
-        self._fill = fill
-        self._values = Values(fill, dry_run=dry_run)
-        self._batch_bytes = batch_bytes
-        self._dry_run = dry_run
-        self.pending = PendingCopies()
-        self.busy = False
-        """True while copies are completed; what happens then is ours and not the model's."""
-        self.planned: list[Pending] = []
+        self.values = Values(fill, dry_run=dry_run)
+        self.copies = Copies(storages, self.values, fill, batch_bytes=batch_bytes, dry_run=dry_run)
         self.bases: dict[str, FileBase] = {}
-        self.writes = WriteLog()
-        self.materialised: list[Materialised] = []
-        self.casts: Counter[tuple[str, str]] = Counter()
-        self.superseded: dict[str, str] = {}
 
     # -- making lazy tensors -------------------------------------------------------------------------
 
@@ -113,12 +87,52 @@ class Tracer:
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], lazies: list[LazyTensor]
     ) -> Any:
         """Do `func`, some of whose arguments are lazy, now or later."""
+        if func._schema.name in _UNSUPPORTED_WRITES and isinstance(args[0], LazyTensor):
+            raise LoadError(
+                f"the model code calls {func._schema.name} on checkpoint tensor {describe_base(args[0].lazy_base)}",
+                hint="load with mode=eager",
+            )
+        owned = {}
         for lazy in lazies:
             if isinstance(lazy.lazy_base, FileBase):
                 lazy.lazy_base.looked_at = True
+            if lazy.lazy_base.owned is not None:
+                owned[id(lazy)] = lazy
+        if owned:
+            return self._dispatch_owned(func, args, kwargs, lazies, owned)
+        return self._dispatch_lazy(func, args, kwargs, lazies)
+
+    def _dispatch_owned(
+        self,
+        func: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        lazies: list[LazyTensor],
+        owned: dict[int, LazyTensor],
+    ) -> Any:
+        """Tensors with memory of their own take part as what they are: nothing about them is deferred."""
+        real = {number: alias_of(_owned(lazy), lazy.lazy_meta) for number, lazy in owned.items()}
+
+        def replace(lazy: LazyTensor) -> torch.Tensor:
+            return real.get(id(lazy), lazy)
+
+        args, kwargs = map_lazies(args, replace), map_lazies(kwargs, replace)
+        left = [lazy for lazy in lazies if id(lazy) not in real]
+        if left:
+            result = self._dispatch_lazy(func, args, kwargs, left)
+        else:
+            if kind_of(func) is Kind.COPY:  # the barrier left this one to us
+                self.copies.complete_touching([args[0]])
+                self.copies.writes.note(args[0])
+            result = func(*args, **kwargs)
+        return _give_back(result, {id(real[number]): lazy for number, lazy in owned.items()})
+
+    def _dispatch_lazy(
+        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], lazies: list[LazyTensor]
+    ) -> Any:
         kind = kind_of(func)
         if kind is Kind.COPY and not isinstance(args[0], LazyTensor):
-            return self._record_copy(args[0], args[1])
+            return self.copies.record(args[0], args[1])
         if kind is Kind.VIEW and len(lazies) == 1 and args and args[0] is lazies[0]:
             return self._view(func, lazies[0], args, kwargs)
         if kind is Kind.SHAPE_ONLY:
@@ -131,7 +145,7 @@ class Tracer:
             deferred = self._defer(func, args, kwargs, lazies)
             if deferred is not None:
                 return deferred
-        values = self._values_for(lazies, func._schema.name)
+        values = self.values.materialise(lazies, func._schema.name)
         return func(*map_lazies(args, values), **map_lazies(kwargs, values))
 
     def _view(self, func: OpOverload, lazy: LazyTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -166,181 +180,43 @@ class Tracer:
             for lazy in value if isinstance(value, (list, tuple)) else [value]:
                 if isinstance(lazy, LazyTensor):
                     written[id(lazy)] = lazy
-        if written and name in _UNSUPPORTED_WRITES:
-            raise LoadError(
-                f"the model code calls {name} on checkpoint tensor {describe_base(lazies[0].lazy_base)}",
-                hint="load with mode=eager",
-            )
         real: dict[int, torch.Tensor] = {number: self.own(lazy, name) for number, lazy in written.items()}
         others = [lazy for lazy in lazies if id(lazy) not in real]
         if others:
-            values = self._values_for(others, name)
+            values = self.values.materialise(others, name)
             real.update((id(lazy), values(lazy)) for lazy in others)
         result = func(*map_lazies(args, lambda lazy: real[id(lazy)]), **map_lazies(kwargs, lambda lazy: real[id(lazy)]))
-        back = {id(real[number]): lazy for number, lazy in written.items()}
-        if isinstance(result, (list, tuple)):
-            return type(result)(back.get(id(item), item) for item in result)
-        return back.get(id(result), result)
-
-    # -- copies --------------------------------------------------------------------------------------
-
-    def _record_copy(self, destination: torch.Tensor, source: LazyTensor) -> torch.Tensor:
-        if destination.shape != source.shape:
-            source = LazyTensor(source.lazy_base, source.lazy_meta.expand(destination.shape), source.device)
-        if destination.is_meta and not self._dry_run:
-            return destination
-        key = storage_key(destination)
-        if key not in self._storages:
-            if not destination.is_meta:
-                value = self._values_for([source], "aten::copy_ into a temporary")(source)
-                destination.copy_(value)
-            return destination
-        self.writes.note(destination)
-        if destination.dtype != source.dtype:
-            self.casts[str(source.dtype), str(destination.dtype)] += 1
-        if not destination.numel():
-            mark_used(source.lazy_base)
-            return destination
-        source = _peel(source, destination.dtype)
-        window = view_of(destination)
-        blocking = []
-        for earlier in self.pending.overlapping(destination, key):
-            if earlier.window == window and earlier.destination.dtype == destination.dtype:
-                self.pending.remove(earlier)
-                self.superseded[describe_base(earlier.source.lazy_base)] = describe_base(source.lazy_base)
-            else:
-                blocking.append(earlier)
-        if blocking:
-            self.complete(blocking)
-        self.pending.add(destination.detach(), source, key)
-        return destination
-
-    def complete_touching(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Complete the pending copies that write bytes which any of `tensors` holds."""
-        hit: dict[int, Pending] = {}
-        for tensor in tensors:
-            key = storage_key(tensor)
-            if key in self.pending:
-                hit.update((pending.number, pending) for pending in self.pending.overlapping(tensor, key))
-        if hit:
-            self.complete([hit[number] for number in sorted(hit)])
-
-    def complete_all(self) -> None:
-        """Carry out everything recorded so far."""
-        self.complete(self.pending.all())
-
-    def complete(self, copies: Sequence[Pending]) -> None:
-        """Fetch what `copies` need and carry them out."""
-        if not copies:
-            return
-        for copy in copies:
-            self.pending.remove(copy)
-            mark_used(copy.source.lazy_base)
-        if self._dry_run:
-            self.planned.extend(copies)
-            return
-        with self._working():
-            jobs, computed = [], []
-            for copy in copies:
-                job = job_for(copy.source, copy.destination)
-                if job is None:
-                    computed.append(copy)
-                else:
-                    jobs.append(job)
-            if jobs:
-                self._fill(jobs)
-            for batch in _batches(computed, self._batch_bytes):
-                values = self._values.evaluate([copy.source for copy in batch])
-                for copy, value in zip(batch, values, strict=True):
-                    copy.destination.copy_(value)
-
-    # -- values --------------------------------------------------------------------------------------
-
-    def materialise(self, lazy: LazyTensor, why: str) -> torch.Tensor:
-        """Return the values of `lazy` now, as a real tensor; `why` names the operation in the report."""
-        return self._values_for([lazy], why)(lazy)
+        return _give_back(result, {id(real[number]): lazy for number, lazy in written.items()})
 
     def own(self, lazy: LazyTensor, why: str) -> torch.Tensor:
         """Return a real tensor whose memory `lazy` reads from now on, so that writes to it are seen."""
         base = lazy.lazy_base
         if base.owned is None:
-            self._note(why, [LazyTensor(base, base.root, lazy.device)])
+            self.values.note(why, [LazyTensor(base, base.root, lazy.device)])
             self._own(base)
-        assert base.owned is not None
-        return alias_of(base.owned, lazy.lazy_meta)
+        return alias_of(_owned(lazy), lazy.lazy_meta)
 
     def _own(self, base: Base) -> None:
-        involved = [copy for copy in self.pending.all() if base in walk(copy.source.lazy_base)]
-        self.complete(involved)
+        involved = [copy for copy in self.copies.pending.all() if base in walk(copy.source.lazy_base)]
+        self.copies.complete(involved)
         for result in base.dependents():
             if result.owned is None:
                 self._own(result)
         whole = LazyTensor(base, base.root, torch.device("cpu"))
-        base.owned = self._evaluate([whole])[0]
-
-    def _values_for(self, lazies: list[LazyTensor], why: str) -> Callable[[LazyTensor], torch.Tensor]:
-        self._note(why, lazies)
-        values = {id(lazy): value for lazy, value in zip(lazies, self._evaluate(lazies), strict=True)}
-        return lambda lazy: values[id(lazy)]
-
-    def _note(self, why: str, lazies: Sequence[LazyTensor]) -> None:
-        nbytes = sum(view_of(leaf.lazy_meta).nbytes for leaf in leaves_of(lazies))
-        if nbytes:
-            self.materialised.append(Materialised(why, file_names(lazies), nbytes))
-
-    def prefetch(self, lazies: Sequence[LazyTensor]) -> None:
-        """Fetch the bytes of `lazies` together; their next use, each, costs no further read.
-
-        For layer-wise processing, which would otherwise fetch a layer's tensors one after the other.
-        """
-        with self._working():
-            self._values.prefetch(lazies)
-
-    def _evaluate(self, lazies: Sequence[LazyTensor]) -> list[torch.Tensor]:
-        with self._working():
-            return self._values.evaluate(lazies)
-
-    @contextmanager
-    def _working(self) -> Iterator[None]:
-        was_busy, self.busy = self.busy, True
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            self.busy = was_busy
-
-    @property
-    def forced_in_dry_run(self) -> Sequence[LazyTensor]:
-        """Views whose values something insisted on, and that a real load would have fetched."""
-        return self._values.would_read
+        base.owned = self.values.evaluate([whole])[0]
 
     def close(self) -> None:
         """End the load: from now on, using a leaked lazy tensor raises."""
-        self._values.close()
+        self.values.close()
 
 
-def _peel(source: LazyTensor, dtype: torch.dtype) -> LazyTensor:
-    """Skip clones and casts whose result, whole, is about to be copied into `dtype` anyway."""
-    while True:
-        base = source.lazy_base
-        if not isinstance(base, DeferredBase) or base.owned is not None or not is_same_values(base.func):
-            return source
-        whole = view_of(base.root) == view_of(source.lazy_meta) and base.root.dtype == source.dtype
-        inner = base.args[0]
-        if not whole or not isinstance(inner, LazyTensor) or base.root.dtype not in (inner.dtype, dtype):
-            return source
-        source = inner
+def _owned(lazy: LazyTensor) -> torch.Tensor:
+    assert lazy.lazy_base.owned is not None
+    return lazy.lazy_base.owned
 
 
-def _batches(copies: Sequence[Pending], limit: int) -> Iterable[list[Pending]]:
-    batch: list[Pending] = []
-    held = 0
-    for copy in copies:
-        cost = sum(leaf.lazy_meta.numel() * leaf.lazy_meta.element_size() for leaf in leaves_of([copy.source]))
-        if batch and held + cost > limit:
-            yield batch
-            batch, held = [], 0
-        batch.append(copy)
-        held += cost
-    if batch:
-        yield batch
+def _give_back(result: Any, lazies: dict[int, LazyTensor]) -> Any:
+    """Return, in place of real stand-ins, the lazy tensors that in-place operations were called on."""
+    if isinstance(result, (list, tuple)):
+        return type(result)(lazies.get(id(item), item) for item in result)
+    return lazies.get(id(result), result)

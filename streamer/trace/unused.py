@@ -17,8 +17,8 @@ def unused_tensors(tracer: Tracer, checkpoint: Checkpoint) -> dict[str, str]:
             unused[name] = "the model stopped reading before it"
         elif base.used:
             continue
-        elif name in tracer.superseded:
-            unused[name] = f"overwritten by {tracer.superseded[name]}"
+        elif name in tracer.copies.superseded:
+            unused[name] = f"overwritten by {tracer.copies.superseded[name]}"
         elif base.looked_at:
             unused[name] = "the model looked at it and took nothing"
         else:

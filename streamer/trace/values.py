@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,7 +11,18 @@ import torch
 from streamer.errors import LeakedLazyTensorError, LoadError
 from streamer.fetch.fill import CopyJob
 from streamer.plan.geometry import View, sort_dims
-from streamer.trace.lazy import Base, DeferredBase, FileBase, LazyTensor, describe_base, map_lazies, view_of, walk
+from streamer.report import ForcedRead
+from streamer.trace.lazy import (
+    Base,
+    DeferredBase,
+    FileBase,
+    LazyTensor,
+    describe_base,
+    file_names,
+    map_lazies,
+    view_of,
+    walk,
+)
 
 __all__ = ["Fill", "Values", "alias_of", "job_for", "leaves_of", "mark_used"]
 
@@ -32,6 +44,9 @@ class Values:
         # The base is kept with its value, or its id could come to mean another one.
         self._prefetched: dict[tuple[object, ...], tuple[Base, torch.Tensor]] = {}
         self._closed = False
+        self.busy = False
+        """True while bytes are fetched or copied; what happens then is ours and not the model's."""
+        self.materialised: list[ForcedRead] = []
         self.would_read: list[LazyTensor] = []
         """In a dry run, the views of file tensors that something insisted on."""
 
@@ -40,6 +55,28 @@ class Values:
         self._closed = True
         self._prefetched.clear()
 
+    def materialise(self, lazies: Sequence[LazyTensor], why: str) -> Callable[[LazyTensor], torch.Tensor]:
+        """Compute `lazies` now; return a function from each to its value. `why` goes into the report."""
+        self.note(why, lazies)
+        values = {id(lazy): value for lazy, value in zip(lazies, self.evaluate(lazies), strict=True)}
+        return lambda lazy: values[id(lazy)]
+
+    def note(self, why: str, lazies: Sequence[LazyTensor]) -> None:
+        """Record that `why` needs the bytes of `lazies` at once, if there are any to fetch."""
+        nbytes = sum(view_of(leaf.lazy_meta).nbytes for leaf in leaves_of(lazies))
+        if nbytes:
+            self.materialised.append(ForcedRead(why, file_names(lazies), nbytes))
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Mark what happens inside as our own doing."""
+        was_busy, self.busy = self.busy, True
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.busy = was_busy
+
     def evaluate(self, lazies: Sequence[LazyTensor]) -> list[torch.Tensor]:
         """Compute real tensors for `lazies`, fetching the bytes of all of them together."""
         if self._closed:
@@ -47,13 +84,16 @@ class Values:
                 f"{lazies[0]!r} was used after its load had ended",
                 hint="load with mode=eager, which yields ordinary tensors",
             )
-        with torch.no_grad():
+        with self.working():
             fetched = self._fetch(leaves_of(lazies))
             roots: dict[int, torch.Tensor] = {}
             return [self._resolve(lazy, fetched, roots) for lazy in lazies]
 
     def prefetch(self, lazies: Sequence[LazyTensor]) -> None:
-        """Fetch the bytes of `lazies` together; their next use, each, costs no further read."""
+        """Fetch the bytes of `lazies` together; their next use, each, costs no further read.
+
+        For layer-wise processing, which would otherwise fetch a layer's tensors one after the other.
+        """
         wanted = [lazy for lazy in lazies if isinstance(lazy.lazy_base, FileBase) and lazy.lazy_base.owned is None]
         for lazy, value in zip(wanted, self.evaluate(wanted), strict=True):
             self._prefetched[_cache_key(lazy)] = (lazy.lazy_base, value)

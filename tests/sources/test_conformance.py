@@ -209,16 +209,17 @@ def endpoint(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def bucket(endpoint: str, request: pytest.FixtureRequest) -> tuple[str, Callable[[str, bytes], None]]:
+def bucket(endpoint: str, request: pytest.FixtureRequest) -> Iterator[tuple[str, Callable[[str, bytes], None]]]:
     name = f"b-{uuid.uuid4().hex[:12]}"
     if "own" in request.node.callspec.id:
         server: ObjectServer = request.getfixturevalue("server")
         server.objects[name] = {}
-        return name, lambda key, body: server.put(name, key, body)
+        yield name, lambda key, body: server.put(name, key, body)
+        return
     client = s3_client(endpoint)
-    request.addfinalizer(client.close)
     client.create_bucket(Bucket=name)
-    return name, lambda key, body: client.put_object(Bucket=name, Key=key, Body=body) and None
+    yield name, lambda key, body: client.put_object(Bucket=name, Key=key, Body=body) and None
+    client.close()
 
 
 def list_keys(url: str, endpoint: str) -> list[str]:

@@ -1,0 +1,139 @@
+"""The copies a model's loading code makes out of lazy tensors: recorded, kept apart, carried out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from streamer.trace.lazy import DeferredBase, LazyTensor, describe_base, view_of
+from streamer.trace.ops import is_same_values
+from streamer.trace.pending import Pending, PendingCopies, storage_key
+from streamer.trace.storages import ModelStorages
+from streamer.trace.values import Fill, Values, job_for, leaves_of, mark_used
+from streamer.trace.writes import WriteLog
+
+__all__ = ["Copies"]
+
+
+class Copies:
+    """Decides which copies wait, and completes them.
+
+    Attributes:
+        pending: recorded and not carried out; no two of them write the same byte.
+        planned: in a dry run, what would have been carried out.
+        casts: copies that convert, by source and destination dtype.
+        superseded: tensors whose copy was overwritten before it was made, and by which.
+        writes: bytes of the model that got values.
+    """
+
+    def __init__(self, storages: ModelStorages, values: Values, fill: Fill, *, batch_bytes: int, dry_run: bool) -> None:
+        self._storages = storages
+        self._values = values
+        self._fill = fill
+        self._batch_bytes = batch_bytes
+        self._dry_run = dry_run
+        self.pending = PendingCopies()
+        self.planned: list[Pending] = []
+        self.casts: Counter[tuple[str, str]] = Counter()
+        self.superseded: dict[str, str] = {}
+        self.writes = WriteLog()
+
+    def record(self, destination: torch.Tensor, source: LazyTensor) -> torch.Tensor:
+        """Do ``destination.copy_(source)``, now or later; returns the destination, as the operation does."""
+        if destination.shape != source.shape:
+            source = LazyTensor(source.lazy_base, source.lazy_meta.expand(destination.shape), source.device)
+        if destination.is_meta and not self._dry_run:
+            return destination
+        key = storage_key(destination)
+        if key not in self._storages:
+            if not destination.is_meta:
+                value = self._values.materialise([source], "aten::copy_ into a temporary")(source)
+                destination.copy_(value)
+            return destination
+        self.writes.note(destination)
+        if destination.dtype != source.dtype:
+            self.casts[str(source.dtype), str(destination.dtype)] += 1
+        if not destination.numel():
+            mark_used(source.lazy_base)
+            return destination
+        source = _peel(source, destination.dtype)
+        window = view_of(destination)
+        blocking = []
+        for earlier in self.pending.overlapping(destination, key):
+            if earlier.window == window and earlier.destination.dtype == destination.dtype:
+                self.pending.remove(earlier)
+                self.superseded[describe_base(earlier.source.lazy_base)] = describe_base(source.lazy_base)
+            else:
+                blocking.append(earlier)
+        if blocking:
+            self.complete(blocking)
+        self.pending.add(destination.detach(), source, key)
+        return destination
+
+    def complete_touching(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Complete the pending copies that write bytes which any of `tensors` holds."""
+        hit: dict[int, Pending] = {}
+        for tensor in tensors:
+            key = storage_key(tensor)
+            if key in self.pending:
+                hit.update((pending.number, pending) for pending in self.pending.overlapping(tensor, key))
+        if hit:
+            self.complete([hit[number] for number in sorted(hit)])
+
+    def complete_all(self) -> None:
+        """Carry out everything recorded so far."""
+        self.complete(self.pending.all())
+
+    def complete(self, copies: Sequence[Pending]) -> None:
+        """Fetch what `copies` need and carry them out."""
+        if not copies:
+            return
+        for copy in copies:
+            self.pending.remove(copy)
+            mark_used(copy.source.lazy_base)
+        if self._dry_run:
+            self.planned.extend(copies)
+            return
+        with self._values.working():
+            jobs, computed = [], []
+            for copy in copies:
+                job = job_for(copy.source, copy.destination)
+                if job is None:
+                    computed.append(copy)
+                else:
+                    jobs.append(job)
+            if jobs:
+                self._fill(jobs)
+            for batch in _batches(computed, self._batch_bytes):
+                values = self._values.evaluate([copy.source for copy in batch])
+                for copy, value in zip(batch, values, strict=True):
+                    copy.destination.copy_(value)
+
+
+def _peel(source: LazyTensor, dtype: torch.dtype) -> LazyTensor:
+    """Skip clones and casts whose result, whole, is about to be copied into `dtype` anyway."""
+    while True:
+        base = source.lazy_base
+        if not isinstance(base, DeferredBase) or base.owned is not None or not is_same_values(base.func):
+            return source
+        whole = view_of(base.root) == view_of(source.lazy_meta) and base.root.dtype == source.dtype
+        inner = base.args[0]
+        if not whole or not isinstance(inner, LazyTensor) or base.root.dtype not in (inner.dtype, dtype):
+            return source
+        source = inner
+
+
+def _batches(copies: Sequence[Pending], limit: int) -> Iterable[list[Pending]]:
+    batch: list[Pending] = []
+    held = 0
+    for copy in copies:
+        cost = sum(leaf.lazy_meta.numel() * leaf.lazy_meta.element_size() for leaf in leaves_of([copy.source]))
+        if batch and held + cost > limit:
+            yield batch
+            batch, held = [], 0
+        batch.append(copy)
+        held += cost
+    if batch:
+        yield batch

@@ -1,0 +1,75 @@
+"""Runs a loading function three ways on equal models: plainly, traced and eager."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import safetensors.torch
+import torch
+
+import streamer
+from streamer.report import LoadReport
+from streamer.sources.memory import MemorySource
+
+Weights = Iterable[tuple[str, torch.Tensor]]
+Loader = Callable[[torch.nn.Module, Weights], Any]
+
+
+class Model(torch.nn.Module):
+    """Parameters and buffers to load into, with `load_weights` given from outside."""
+
+    def __init__(
+        self, loader: Loader, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype = torch.float32
+    ) -> None:
+        super().__init__()
+        self._loader = loader
+        for name, shape in shapes.items():
+            value = torch.full(shape, -1.0, dtype=dtype)
+            if name.startswith("buffer"):
+                self.register_buffer(name, value)
+            else:
+                self.register_parameter(name, torch.nn.Parameter(value, requires_grad=False))
+
+    def load_weights(self, weights: Weights) -> Any:
+        return self._loader(self, weights)
+
+
+def source_of(state: Mapping[str, torch.Tensor]) -> MemorySource:
+    return MemorySource({"model.safetensors": safetensors.torch.save(dict(state))})
+
+
+def in_file_order(state: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+    """The tensors as an iterator over the file yields them, each with memory of its own."""
+    return list(safetensors.torch.load(safetensors.torch.save(dict(state))).items())
+
+
+def load_all_ways(
+    loader: Loader,
+    shapes: Mapping[str, tuple[int, ...]],
+    state: Mapping[str, torch.Tensor],
+    *,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> LoadReport:
+    """Assert that every way gives the same parameters, buffers and return value; return the traced report."""
+    order = [name for name, _ in streamer.iterate(source_of(state))]
+    plain = Model(loader, shapes, dtype)
+    own = dict(in_file_order(state))
+    with torch.no_grad():
+        expected = plain.load_weights((name, own[name]) for name in order)
+    reports = {}
+    for mode in ("trace", "eager"):
+        model = Model(loader, shapes, dtype)
+        returned: list[Any] = []
+
+        def keeping(target: torch.nn.Module, weights: Weights, kept: list[Any] = returned) -> Any:
+            kept.append(loader(target, weights))
+            return kept[0]
+
+        model._loader = keeping
+        reports[mode] = streamer.load(model, source_of(state), {"mode": mode, "strict": False, **options})
+        for (name, wanted), (_, got) in zip(plain.state_dict().items(), model.state_dict().items(), strict=True):
+            assert torch.equal(wanted, got), f"{name} differs in mode {mode}: {wanted} {got}"
+        assert returned[0] == expected
+    return reports["trace"]
