@@ -72,9 +72,9 @@ class StreamConfig:
     request. The break-even is 122 KiB when CPU is the limit (34 us a request against 0.30 s per GiB)
     and 2.6 MiB when connections are (30 ms to the first byte at 90 MB/s); this is their geometric mean."""
 
-    header_read_bytes: int = 256 * KIB
-    """First, speculative read of each file; a longer header costs a second request. Chosen by
-    ``tests/benchmarks/header_read.py``."""
+    header_read_bytes: int = 192 * KIB
+    """First, speculative read of each file; a longer header costs a second request. The best of those
+    tried by ``tests/benchmarks/header_read.py`` over the headers of eleven well-known checkpoints."""
 
     index: Literal["auto", "ignore"] = "auto"
     """``ignore`` takes the union of the files' headers instead of ``*.safetensors.index.json``."""

@@ -147,8 +147,8 @@ class LlamaForCausalLM(LoadableModule):
             raise UnsupportedCheckpointError(
                 f"the reference engine has no sliding window; {length} tokens exceed {self.config.sliding_window}"
             )
-        hidden = self.model.embed_tokens(tokens)
         angles = torch.outer(torch.arange(length, dtype=torch.float32), _rotary_frequencies(self.config))
+        hidden = self.model.embed_tokens(tokens)
         angles = torch.cat((angles, angles), dim=-1).to(hidden.device)
         cosine, sine = angles.cos().to(hidden.dtype), angles.sin().to(hidden.dtype)
         for layer in self.model.layers:

@@ -11,12 +11,18 @@ object is made per chunk. Three rules keep that safe:
    scratch, so a cancelled or failed exchange cannot write into memory that has a new owner.
 3. The buffer offered never exceeds what is left of the body, so a server that sends too much is
    noticed instead of overwriting what follows.
+
+Waking up for every few packets is what costs the most after the copy itself. While a long body is under
+way, the socket's low-water mark (SO_RCVLOWAT, man 7 socket) tells the kernel to wake us only once
+`_LOW_WATER_BYTES` are there or the body's rest is. A closed connection wakes us in any case. Before a
+response is called stalled the mark is lowered, so that bytes already in the kernel count.
 """
 
 from __future__ import annotations
 
 import asyncio
 import enum
+import socket
 from collections.abc import Callable
 from typing import cast
 
@@ -26,6 +32,9 @@ from streamer.transport.scatter import Scatter
 __all__ = ["ConnectionDropped", "HttpConnection", "ResponseStalled"]
 
 _SCRATCH_BYTES = 16 << 10
+_LOW_WATER_BYTES = 256 << 10
+#: How long bytes that the kernel held back have to arrive before a response counts as stalled.
+_GRACE_SECONDS = 0.5
 #: Error documents are a few hundred bytes; more than this is not read.
 MAX_ERROR_BODY_BYTES = 64 << 10
 
@@ -63,6 +72,8 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
         self._state = _State.IDLE
         self._reusable = True
+        self._socket: socket.socket | None = None
+        self._low_water = 1
         self.exchanges = 0
         self._reset()
 
@@ -166,6 +177,8 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
+        if transport.get_extra_info("ssl_object") is None:  # under TLS, records are what wakes us
+            self._socket = transport.get_extra_info("socket")
 
     def get_buffer(self, sizehint: int) -> memoryview:
         if self._state is _State.BODY and self._scatter is not None:
@@ -176,8 +189,11 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._received += nbytes
         if self._state is _State.BODY and self._scatter is not None:
             self._scatter.advance(nbytes)
-            if not self._scatter.remaining:
+            remaining = self._scatter.remaining
+            if not remaining:
                 self._finish()
+            elif remaining < self._low_water:
+                self._set_low_water(remaining)
             return
         try:
             self._on_scratch(bytes(self._scratch[:nbytes]))
@@ -207,6 +223,8 @@ class HttpConnection(asyncio.BufferedProtocol):
                 self._reusable = False
             if not self._scatter.remaining:
                 self._finish()
+            elif self._scatter.remaining > _LOW_WATER_BYTES:
+                self._set_low_water(_LOW_WATER_BYTES)
         elif self._state is _State.ERROR_BODY:
             self._on_error_body(data)
         else:
@@ -228,8 +246,21 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._reusable = False
             self._finish()
 
+    def _set_low_water(self, nbytes: int) -> None:
+        if self._socket is not None:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
+            self._low_water = nbytes
+
+    def drain(self) -> bool:
+        """Let everything that the kernel holds back through; return whether it was holding back."""
+        if self._low_water == 1:
+            return False
+        self._set_low_water(1)
+        return True
+
     def _finish(self) -> None:
         assert self._head is not None
+        self.drain()
         self._state = _State.IDLE
         self._scatter = None
         if self._done is not None and not self._done.done():
@@ -266,6 +297,9 @@ class _StallWatch:
         received = self._connection.received
         # The last few bytes of a body, or a short head, cannot be held to the rate.
         least = self._least if self._connection.outstanding > self._least else 1
+        if received - self._seen < least and self._connection.drain():
+            self._handle = self._loop.call_later(_GRACE_SECONDS, self._check)
+            return
         if received - self._seen < least:
             self._connection.fail(ResponseStalled(f"only {received - self._seen} bytes arrived in {self._period:g} s"))
             return

@@ -158,7 +158,7 @@ class Interpreter:
 
 @settings(max_examples=400, deadline=None)
 @given(
-    steps=st.lists(st.tuples(*[st.integers(0, 200)] * 4), min_size=1, max_size=40),
+    steps=st.lists(st.tuples(*[st.integers(0, 200)] * 4), min_size=12, max_size=60),
     listed=st.booleans(),
     cap=st.sampled_from(["64KiB", "1MiB"]),
 )

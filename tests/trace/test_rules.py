@@ -208,6 +208,15 @@ def test_rule_6_a_cast_that_loses_is_not_skipped() -> None:
     load_all_ways(loader, {"w": (8, 6)}, STATE)
 
 
+def test_rule_6_results_keep_the_strides_that_their_views_were_made_with() -> None:
+    def loader(model: Any, weights: Any) -> None:
+        for name, tensor in weights:
+            if name == "a":
+                model.w.data.copy_((tensor.t() + 1)[:, 2:5])  # torch keeps the transposed strides
+
+    load_all_ways(loader, {"w": (6, 3)}, STATE)
+
+
 def test_rule_6_plain_operands_are_taken_as_they_were() -> None:
     def loader(model: Any, weights: Any) -> None:
         scale = torch.full((6,), 2.0)
