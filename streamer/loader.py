@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 import logging
@@ -46,7 +47,7 @@ def load(model: Any, url: str | Source, config: Options = None, *, progress: Pro
     Args:
         model: on any device. Parameters on meta get no values, which is an error, unless
             ``load_weights`` gives them memory.
-        url: a folder of safetensors files, one such file, or a source.
+        url: a folder of safetensors files, one such file, or a source, which is closed afterwards.
         config: a `StreamConfig`, or options for `StreamConfig.resolve`.
         progress: called with bytes arrived and bytes wanted, per batch of reads.
 
@@ -103,17 +104,17 @@ class _Load:
         self._plans: list[Plan] = []
         self._unexpected: list[str] = []
         self._items: Sequence[Any] = ()
+        self._header_bytes = 0
+        self._before = dataclasses.replace(engine.source.stats)  # a source may have been used before
 
     def run(self, only: str | None) -> LoadReport:
-        began = time.perf_counter()
+        began = time.monotonic()
         opened = self._engine.open_checkpoint(only=only)
         self._items = opened.items
-        headers = time.perf_counter() - began
-        header_bytes = self._engine.source.stats.bytes_received
+        headers_done = time.monotonic()
+        self._header_bytes = self._engine.source.stats.bytes_received - self._before.bytes_received
         self._engine.source.stats.first_byte_at = None
-        loading = time.perf_counter()
-        started = time.monotonic()
-        tracer = Tracer(ModelStorages(self._model), self._fill, batch_bytes=self._config.buffer_bytes)
+        tracer = Tracer(ModelStorages(self._model), self._fill, batch_bytes=self._config.buffer_bytes // 4)
         try:
             weights = self._weights(tracer, opened)
             with tracing(tracer):
@@ -123,8 +124,8 @@ class _Load:
         finally:
             tracer.close()
         loaded = self._loaded(tracer, returned)
-        spent = time.perf_counter() - loading
-        report = self._report(tracer, opened.checkpoint, loaded, header_bytes, started, headers, spent)
+        times = self._times(began, headers_done)
+        report = self._report(tracer, opened.checkpoint, loaded, times)
         if self._config.strict:
             self._require_all(report, opened.checkpoint)
         logger.info("%s", report.summary())
@@ -177,17 +178,21 @@ class _Load:
             hint="check that this checkpoint belongs to this model, or set strict=false",
         )
 
-    def _report(
-        self,
-        tracer: Tracer,
-        checkpoint: Checkpoint,
-        loaded: tuple[str, ...],
-        header_bytes: int,
-        started: float,
-        headers: float,
-        spent: float,
-    ) -> LoadReport:
-        stats, times = self._engine.source.stats, self._engine.times
+    def _times(self, began: float, headers_done: float) -> LoadTimes:
+        spent, first_byte = self._engine.times, self._engine.source.stats.first_byte_at
+        now = time.monotonic()
+        return LoadTimes(
+            headers=headers_done - began,
+            trace=max(0.0, now - headers_done - spent.plan - spent.fetch - spent.copy),
+            plan=spent.plan,
+            first_byte=None if first_byte is None else first_byte - began,
+            fetch=spent.fetch,
+            copy=spent.copy,
+            total=now - began,
+        )
+
+    def _report(self, tracer: Tracer, checkpoint: Checkpoint, loaded: tuple[str, ...], times: LoadTimes) -> LoadReport:
+        stats, before = self._engine.source.stats, self._before
         traced = self._config.mode == "trace"
         unused = unused_tensors(tracer, checkpoint) if traced else {}
         return LoadReport(
@@ -200,24 +205,16 @@ class _Load:
             unindexed=checkpoint.unindexed,
             checkpoint_bytes=checkpoint.nbytes,
             needed_bytes=sum(plan.needed_bytes for plan in self._plans) if traced else checkpoint.nbytes,
-            fetched_bytes=stats.bytes_received - header_bytes,
+            fetched_bytes=stats.bytes_received - before.bytes_received - self._header_bytes,
             over_read_bytes=sum(plan.over_read_bytes for plan in self._plans),
-            header_bytes=header_bytes,
-            requests=stats.requests,
-            retries=stats.retries,
-            resumed_bytes=stats.resumed_bytes,
+            header_bytes=self._header_bytes,
+            requests=stats.requests - before.requests,
+            retries=stats.retries - before.retries,
+            resumed_bytes=stats.resumed_bytes - before.resumed_bytes,
             casts=tuple(Cast(source, target, count) for (source, target), count in sorted(tracer.copies.casts.items())),
             materialised=tuple(tracer.values.materialised),
             peak_buffer_bytes=self._engine.peak_buffer_bytes,
-            times=LoadTimes(
-                headers=headers,
-                trace=max(0.0, spent - times.plan - times.fetch - times.copy),
-                plan=times.plan,
-                first_byte=None if stats.first_byte_at is None else headers + stats.first_byte_at - started,
-                fetch=times.fetch,
-                copy=times.copy,
-                total=headers + spent,
-            ),
+            times=times,
         )
 
 

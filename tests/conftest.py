@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from streamer.cli.store import start_store
 from tests.certificates import Certificates, make_certificates
-from tests.servers.moto import start_moto
 from tests.servers.object_server import ObjectServer
 from tests.servers.seaweed import SeaweedServer, start_seaweed
 
@@ -32,8 +31,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="session")
 def moto_url() -> Iterator[str]:
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    with start_moto() as url:
+    with start_store() as url:
         yield url
 
 

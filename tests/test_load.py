@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import json
 import logging
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +17,9 @@ import safetensors.torch
 import torch
 
 import streamer
-from streamer.errors import ConfigError, LoadError, MissingParametersError
+from streamer.errors import ConfigError, LoadError, MissingParametersError, SourceUnavailableError
 from streamer.sources.memory import MemorySource
-from tests.servers.object_server import ObjectServer
+from tests.servers.object_server import Fault, ObjectServer, error_response
 from tests.trace.loading import source_of
 
 
@@ -218,6 +222,28 @@ def test_incomplete_checkpoint_reads_no_weight_byte(server: ObjectServer) -> Non
     with pytest.raises(ValueError, match="lacks 1 of the 3 files.*model-00002-of-00003.safetensors"):
         streamer.load(torch.nn.Linear(1, 1), "s3://bucket/m", {"endpoint_url": server.url})
     assert {key for key, _, _ in server.counters.ranges} == {"m/model.safetensors.index.json"}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_is_left_open(server: ObjectServer, fails: bool) -> None:
+    server.put("bucket", "m/model.safetensors", safetensors.torch.save({"weight": torch.randn(3000, 1000)}))
+    options = {"endpoint_url": server.url, "retry_attempts": 2, "retry_first_wait_seconds": 0.01}
+
+    def once() -> tuple[int, int]:
+        server.faults = [Fault(lambda *_: error_response(500, "InternalError"), skip=2, times=None)] if fails else []
+        model = torch.nn.Linear(1000, 3000, bias=False)
+        with pytest.raises(SourceUnavailableError) if fails else contextlib.nullcontext():
+            streamer.load(model, "s3://bucket/m", options)
+        gc.collect()
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    once()
+    threads_of_server = threading.active_count()
+    before = once()
+    for _ in range(3):
+        after = once()
+    assert after[0] <= before[0] + 2  # sockets of the server, in this process too, close a moment later
+    assert after[1] <= max(before[1], threads_of_server)
 
 
 def test_big_endian_machines_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

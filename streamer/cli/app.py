@@ -143,10 +143,11 @@ def plan(
 ) -> None:
     """Show what each rank would fetch, from headers alone, without a GPU or memory for the weights."""
     with _reporting(json, quiet) as output:
-        from streamer.cli.plan import run_plan
+        from streamer.cli.plan import Question, run_plan
+        from streamer.engines import ParallelLayout
 
         config = _config(option, endpoint_url, region, profile, anonymous, ignore_index)
-        run_plan(url, config, output, engine=engine, tensor=tp, pipeline=pp, experts=ep, rank=rank)
+        run_plan(Question(url, engine, ParallelLayout(tp, pp, ep), rank), config, output)
 
 
 @app.command()
@@ -169,7 +170,8 @@ def explain(
 ) -> None:
     """Show where one tensor's bytes go: which of its rows, into which rows of which parameter, per rank."""
     with _reporting(json, quiet) as output:
-        from streamer.cli.plan import run_explain
+        from streamer.cli.plan import Question, run_explain
+        from streamer.engines import ParallelLayout
 
         config = _config(option, endpoint_url, region, profile, anonymous, ignore_index)
-        run_explain(url, name, config, output, engine=engine, tensor=tp, pipeline=pp, experts=ep, rank=rank)
+        run_explain(Question(url, engine, ParallelLayout(tp, pp, ep), rank), name, config, output)

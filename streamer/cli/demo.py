@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import logging
 import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -23,8 +21,9 @@ from rich.console import Console
 from rich.table import Table
 
 from streamer.cli.output import Output, size_text
+from streamer.cli.store import missing_for_demo, start_store
 from streamer.config import StreamConfig
-from streamer.errors import LoadError, MissingDependencyError
+from streamer.errors import LoadError
 from streamer.loader import load
 from streamer.reference.config import LlamaConfig
 from streamer.reference.engine import build_llama
@@ -77,7 +76,7 @@ def run_demo(tp: int, output: Output) -> bool:
     with tempfile.TemporaryDirectory(prefix="s3stream-demo-") as folder:
         _write_checkpoint(Path(folder), weights)
         output.note("starting an S3 store in this process")
-        with _store() as endpoint:
+        with start_store() as endpoint:
             uploaded = _upload(Path(folder), endpoint)
             output.note(f"uploaded {uploaded} files to s3://{_BUCKET}/{_PREFIX}")
             output.note(f"loading it on {tp} {'rank' if tp == 1 else 'ranks'}")
@@ -138,7 +137,7 @@ def _write_checkpoint(folder: Path, weights: Mapping[str, torch.Tensor]) -> None
     try:
         from safetensors.torch import save_file
     except ImportError as error:
-        raise _missing(error) from error
+        raise missing_for_demo(error) from error
     names = list(weights)
     weight_map = {}
     for number in range(_SHARDS):
@@ -149,26 +148,6 @@ def _write_checkpoint(folder: Path, weights: Mapping[str, torch.Tensor]) -> None
     index = {"metadata": {"total_size": sum(t.nbytes for t in weights.values())}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "config.json").write_text(json.dumps(_MODEL))
-
-
-def _missing(error: ImportError) -> MissingDependencyError:
-    return MissingDependencyError(f"the demo needs the package {error.name}", hint="pip install 's3stream[demo]'")
-
-
-@contextmanager
-def _store() -> Iterator[str]:
-    try:
-        from moto.server import ThreadedMotoServer
-    except ImportError as error:
-        raise _missing(error) from error
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # a line, and a signed URL, per request
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    try:
-        host, port = server.get_host_and_port()
-        yield f"http://{host}:{port}"
-    finally:
-        server.stop()
 
 
 def _upload(folder: Path, endpoint: str) -> int:

@@ -21,7 +21,7 @@ from streamer.fetch.engine import FetchEngine
 from streamer.plan.windows import Window
 from streamer.sources import open_source, split_file
 
-__all__ = ["run_explain", "run_plan"]
+__all__ = ["Question", "run_explain", "run_plan"]
 
 _MAX_CONFIG_BYTES = 4 << 20
 #: Links to give floor times for: common instance and NIC speeds, in Gbit/s.
@@ -31,16 +31,35 @@ _DOLLARS_PER_REQUEST = 0.0004 / 1000
 
 
 @dataclass(frozen=True, slots=True)
+class Question:
+    """What to trace: a checkpoint, by which engine's code, spread how, and which rank to show."""
+
+    url: str
+    engine: str
+    layout: ParallelLayout
+    rank: int | None
+
+    def shown(self) -> list[int]:
+        """Return the ranks to show.
+
+        Raises:
+            ConfigError: there is no such rank.
+        """
+        ranks = self.layout.ranks
+        if self.rank is not None and self.rank >= ranks:
+            raise ConfigError(f"there is no rank {self.rank} among {ranks}", hint=f"ranks are 0 to {ranks - 1}")
+        return list(range(ranks)) if self.rank is None else [self.rank]
+
+
+@dataclass(frozen=True, slots=True)
 class _Traced:
     checkpoint: Checkpoint
     ranks: dict[int, DryRun]
 
 
-def _trace(
-    url: str, config: StreamConfig, output: Output, engine_name: str, layout: ParallelLayout, ranks: list[int]
-) -> _Traced:
-    engine = find_engine(engine_name)
-    root, only = split_file(url)
+def _trace(question: Question, config: StreamConfig, output: Output, ranks: list[int]) -> _Traced:
+    engine = find_engine(question.engine)
+    root, only = split_file(question.url)
     with FetchEngine(open_source(root, config), config) as fetch:
         with output.progress("reading headers") as progress:
             checkpoint = fetch.open_checkpoint(only=only, progress=progress).checkpoint
@@ -58,38 +77,21 @@ def _trace(
     traced = {}
     with output.progress("tracing ranks") as progress:
         for number, rank in enumerate(ranks):
-            traced[rank] = dry_run(engine.build(document, layout, rank), checkpoint, config)
+            traced[rank] = dry_run(engine.build(document, question.layout, rank), checkpoint, config)
             progress(number + 1, len(ranks))
     return _Traced(checkpoint, traced)
 
 
-def _wanted(layout: ParallelLayout, rank: int | None) -> list[int]:
-    if rank is not None and rank >= layout.ranks:
-        raise ConfigError(f"there is no rank {rank} among {layout.ranks}", hint=f"ranks are 0 to {layout.ranks - 1}")
-    return list(range(layout.ranks)) if rank is None else [rank]
-
-
-def run_plan(
-    url: str,
-    config: StreamConfig,
-    output: Output,
-    *,
-    engine: str,
-    tensor: int,
-    pipeline: int,
-    experts: bool,
-    rank: int | None,
-) -> None:
+def run_plan(question: Question, config: StreamConfig, output: Output) -> None:
     """Print the plan of all ranks, or of one; the node's total always counts all of them."""
-    layout = ParallelLayout(tensor, pipeline, experts)
-    shown = _wanted(layout, rank)
-    traced = _trace(url, config, output, engine, layout, _wanted(layout, None))
+    shown = question.shown()
+    traced = _trace(question, config, output, list(range(question.layout.ranks)))
     node_bytes = sum(run.plan.fetch_bytes for run in traced.ranks.values())
     node_requests = sum(len(run.plan.requests) for run in traced.ranks.values())
     document = {
-        "engine": engine,
+        "engine": question.engine,
         "url": traced.checkpoint.url,
-        "tp": tensor,
+        "tp": question.layout.tensor,
         "checkpoint_bytes": traced.checkpoint.nbytes,
         "node_bytes": node_bytes,
         "node_requests": node_requests,
@@ -153,21 +155,9 @@ def _show_plan(document: dict[str, Any], console: Console) -> None:
                 console.print(f"  rank {item['rank']}: {what} {item.get('reason', '')}".rstrip(), markup=False)
 
 
-def run_explain(
-    url: str,
-    name: str,
-    config: StreamConfig,
-    output: Output,
-    *,
-    engine: str,
-    tensor: int,
-    pipeline: int,
-    experts: bool,
-    rank: int | None,
-) -> None:
+def run_explain(question: Question, name: str, config: StreamConfig, output: Output) -> None:
     """Print where the bytes of one tensor go."""
-    layout = ParallelLayout(tensor, pipeline, experts)
-    traced = _trace(url, config, output, engine, layout, _wanted(layout, rank))
+    traced = _trace(question, config, output, question.shown())
     info = traced.checkpoint.tensors.get(name)
     if info is None:
         near = difflib.get_close_matches(name, traced.checkpoint.tensors, n=1)

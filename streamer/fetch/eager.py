@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -61,7 +62,12 @@ def iterate_tensors(
         return _open_batches(engine.source, batches, budget, request_bytes, engine.config.concurrency)
 
     with contextlib.closing(engine.loop.iterate(open_items)) as fetched:
-        for arrival in fetched:
+        while True:
+            began = time.perf_counter()
+            arrival = next(fetched, None)
+            engine.times.fetch += time.perf_counter() - began
+            if arrival is None:
+                return
             # Popped, so that only the consumer holds what it was given.
             arrival.tensors.reverse()
             for info in arrival.batch.tensors:

@@ -75,7 +75,7 @@ async def read_checkpoint(
             progress(finished, len(selection.weights))
         return header
 
-    async with _failing_as_itself() as group:
+    async with _FlatTaskGroup() as group:
         tasks = [group.create_task(read_header(listed)) for listed in selection.weights]
     checkpoint = assemble(
         source.url,
@@ -113,7 +113,7 @@ async def _read_header(source: Source, item: ObjectInfo, first_read_bytes: int) 
     return parser.finish()
 
 
-class _failing_as_itself(asyncio.TaskGroup):
+class _FlatTaskGroup(asyncio.TaskGroup):
     """A task group whose caller sees the first failure as itself."""
 
     async def __aexit__(self, *exc_info: object) -> None:

@@ -2,50 +2,17 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from streamer.config import StreamConfig
 from streamer.errors import ConfigError, MissingDependencyError, UnsupportedCheckpointError
 from streamer.sources.base import Source
+from streamer.sources.s3_url import parse_s3_url
 
-__all__ = ["S3Location", "open_source", "parse_s3_url", "split_file"]
+__all__ = ["open_source", "split_file"]
 
-_ARN = re.compile(r"arn:[^:/]*:s3[^:/]*:[^/]*[:/](?:accesspoint|outpost)[:/][^/]+(?:/accesspoint/[^/]+)?")
 _KNOWN_LATER = {"gs", "gcs", "az", "abfs", "http", "https", "hf", "memory"}
-
-
-@dataclass(frozen=True, slots=True)
-class S3Location:
-    """A bucket (or access point ARN) and the key prefix below it, "" or ending in ``/``."""
-
-    bucket: str
-    prefix: str
-
-    @property
-    def url(self) -> str:
-        return f"s3://{self.bucket}/{self.prefix}"
-
-
-def parse_s3_url(url: str) -> S3Location:
-    """Split ``s3://bucket/prefix``; keys are taken literally, so ``%`` or ``#`` need no escaping.
-
-    ``s3://bucket/model`` and ``s3://bucket/model/`` are the same folder, and never match ``model-v2``.
-    A doubled slash is part of the key.
-
-    Raises:
-        ConfigError: there is no bucket.
-    """
-    rest = url.removeprefix("s3://")
-    arn = _ARN.match(rest)
-    bucket, _slash, prefix = (arn[0], "/", rest[arn.end() + 1 :]) if arn else rest.partition("/")
-    if not bucket:
-        raise ConfigError(f"{url!r} names no bucket", hint="write s3://bucket/folder")
-    if prefix and not prefix.endswith("/"):
-        prefix += "/"
-    return S3Location(bucket, prefix)
 
 
 def split_file(url: str) -> tuple[str, str | None]:

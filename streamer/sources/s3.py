@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import time
+import warnings
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from streamer.config import StreamConfig
 from streamer.errors import ObjectNotFoundError, SourceError, shorten
 from streamer.sources.base import ObjectInfo
-from streamer.sources.open import S3Location
 from streamer.sources.s3_client import S3Client, open_s3_client, ssl_context_for, translated
 from streamer.sources.s3_sdk import SdkReader
+from streamer.sources.s3_url import S3Location
 from streamer.transport.failures import CredentialsExpired, Place, WrongRegion
 from streamer.transport.pool import ConnectionPool, parse_origin
 from streamer.transport.reader import Address, RangeReader, ReadTarget
@@ -80,12 +81,17 @@ class S3Source:
             for item in page.get("Contents", ()):
                 key = item["Key"].removeprefix(self._location.prefix)
                 if key and not key.endswith("/"):  # the rest are folder markers
-                    found.append(ObjectInfo(key, item["Size"], item.get("ETag")))
+                    found.append(ObjectInfo(key, item["Size"], _pin(item.get("ETag"))))
             token = page.get("NextContinuationToken")
             if not page.get("IsTruncated") or not token:
                 break
         if not found:
             raise ObjectNotFoundError("there are no objects here", hint=await self._suggest(), url=self.url)
+        if any(item.pin is None for item in found):
+            warnings.warn(
+                f"{self.url}: the store gives no strong ETags, so a change during the load cannot be noticed",
+                stacklevel=2,
+            )
         return found
 
     async def _page(self, prefix: str, token: str | None, **options: Any) -> dict[str, Any]:
@@ -120,7 +126,7 @@ class S3Source:
             return head
 
         head = await self._call(self.label(key), fetch)
-        return ObjectInfo(key, head["ContentLength"], head.get("ETag"))
+        return ObjectInfo(key, head["ContentLength"], _pin(head.get("ETag")))
 
     async def _call(self, url: str, operation: Callable[[S3Client], Awaitable[T]]) -> T:
         """Run a control-plane call under the retry policy, renewing credentials or the region once."""
@@ -218,3 +224,8 @@ class S3Source:
         self._retired = []
         for client in clients:
             await client.stack.aclose()
+
+
+def _pin(etag: str | None) -> str | None:
+    """Return what ``If-Match`` can be given: it never matches a weak ETag (RFC 9110, section 13.1.1)."""
+    return None if not etag or etag.startswith("W/") else etag

@@ -49,6 +49,7 @@ class Copies:
         key = storage_key(destination)
         if key not in self._storages:
             if not destination.is_meta:
+                self.complete_touching([destination])  # from when the storage was still the model's
                 value = self._values.materialise([source], "aten::copy_ into a temporary")(source)
                 destination.copy_(value)
             return destination

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -25,8 +25,6 @@ from streamer.plan.geometry import View
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
-
-    from streamer.trace.tracer import Tracer
 
 __all__ = [
     "Base",
@@ -41,6 +39,21 @@ __all__ = [
 ]
 
 
+class Recorder(Protocol):
+    """Who decides what happens to lazy tensors: `streamer.trace.tracer.Tracer`."""
+
+    def dispatch(
+        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], lazies: list[LazyTensor]
+    ) -> Any:
+        """Do `func`, some of whose arguments are `lazies`, now or later."""
+
+    def materialise(self, lazy: LazyTensor, why: str) -> torch.Tensor:
+        """Return the values of `lazy`, now."""
+
+    def own(self, lazy: LazyTensor, why: str) -> torch.Tensor:
+        """Return a real tensor whose memory `lazy` reads from now on."""
+
+
 class Base:
     """What lazy views look at.
 
@@ -52,7 +65,7 @@ class Base:
 
     __slots__ = ("__weakref__", "_dependents", "owned", "root", "tracer")
 
-    def __init__(self, tracer: Tracer, root: torch.Tensor) -> None:
+    def __init__(self, tracer: Recorder, root: torch.Tensor) -> None:
         self.tracer = tracer
         self.root = root
         self.owned: torch.Tensor | None = None
@@ -78,7 +91,7 @@ class FileBase(Base):
 
     __slots__ = ("info", "looked_at", "used")
 
-    def __init__(self, tracer: Tracer, root: torch.Tensor, info: TensorInfo) -> None:
+    def __init__(self, tracer: Recorder, root: torch.Tensor, info: TensorInfo) -> None:
         super().__init__(tracer, root)
         self.info = info
         self.used = False
@@ -91,7 +104,7 @@ class DeferredBase(Base):
     __slots__ = ("args", "func", "kwargs")
 
     def __init__(
-        self, tracer: Tracer, root: torch.Tensor, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, tracer: Recorder, root: torch.Tensor, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         super().__init__(tracer, root)
         self.func = func
@@ -141,7 +154,7 @@ class LazyTensor(torch.Tensor):
     # -- whatever bypasses the dispatcher gets a real tensor, never a null pointer --------------------
 
     def _real(self, why: str) -> torch.Tensor:
-        return self.lazy_base.tracer.values.materialise([self], why)(self)
+        return self.lazy_base.tracer.materialise(self, why)
 
     def _owned(self, why: str) -> torch.Tensor:
         """A real tensor with memory that later writes through lazy views also reach."""

@@ -188,6 +188,10 @@ class Tracer:
         result = func(*map_lazies(args, lambda lazy: real[id(lazy)]), **map_lazies(kwargs, lambda lazy: real[id(lazy)]))
         return _give_back(result, {id(real[number]): lazy for number, lazy in written.items()})
 
+    def materialise(self, lazy: LazyTensor, why: str) -> torch.Tensor:
+        """Return the values of `lazy` now, as a real tensor; `why` names the operation in the report."""
+        return self.values.materialise([lazy], why)(lazy)
+
     def own(self, lazy: LazyTensor, why: str) -> torch.Tensor:
         """Return a real tensor whose memory `lazy` reads from now on, so that writes to it are seen."""
         base = lazy.lazy_base

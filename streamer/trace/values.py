@@ -109,7 +109,7 @@ class Values:
                 continue
             if self._dry_run:
                 self.would_read.append(lazy)
-                fetched[id(lazy)] = torch.zeros((), dtype=lazy.dtype).expand(lazy.shape)
+                fetched[id(lazy)] = torch.zeros(lazy.shape, dtype=lazy.dtype)
                 continue
             destination = torch.empty(lazy.shape, dtype=lazy.dtype)
             job = job_for(lazy, destination)

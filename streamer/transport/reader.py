@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from streamer.config import StreamConfig
 from streamer.errors import SourceError
@@ -33,7 +33,7 @@ class Address:
     """Where and how to ask for an object; `request_target` may carry a signature and is never shown."""
 
     origin: Origin
-    request_target: str
+    request_target: str = field(repr=False)
     headers: tuple[tuple[str, str], ...] = ()
 
 

@@ -172,13 +172,6 @@ class ObjectServer:
             if path.is_file():
                 self.put_file(bucket, prefix + path.relative_to(folder).as_posix(), path)
 
-    def drop_connections(self) -> None:
-        """Close every open connection, as a server does with idle ones."""
-        with self._lock:
-            for connection in self._connections:
-                with contextlib.suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
-
     # -- connections ---------------------------------------------------------------------------------
 
     def _accept(self) -> None:

@@ -6,6 +6,8 @@ import asyncio
 import re
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +22,7 @@ from streamer.errors import (
 )
 from streamer.sources import ObjectInfo, open_source
 from streamer.sources.s3 import S3Source
+from streamer.sources.s3_url import parse_s3_url
 from tests.conftest import SECRET_KEY
 from tests.servers.object_server import Fault, ObjectServer, Request, Response, error_response
 
@@ -328,24 +331,66 @@ def test_a_cancelled_read_never_writes_again(server: ObjectServer, when: str, us
 
 
 def test_signed_once_per_object_and_renewed_before_expiry(server: ObjectServer) -> None:
+    server.put("bucket", "m/b.bin", BODY)
     now = 0.0
+    signed: list[tuple[float, str]] = []
 
     async def run() -> None:
         nonlocal now
         config = StreamConfig(endpoint_url=server.url)
-        template = source_for(server, "native")
-        source = S3Source(template._location, config, clock=lambda: now)
-        await template.close()
-        item = await source.stat("a.bin")
+        source = S3Source(parse_s3_url("s3://bucket/m"), config, clock=lambda: now)
+        first, second = await source.list()
+        client = (await source._open()).api
+        sign = client.generate_presigned_url
+
+        async def counted(method: str, **options: Any) -> str:
+            signed.append((now, options["Params"]["Key"]))
+            assert options["ExpiresIn"] == 3600
+            url: str = await sign(method, **options)
+            return url
+
+        client.generate_presigned_url = counted
+        buffer = memoryview(bytearray(10))
         for now in (0.0, 100.0, 299.0, 301.0, 500.0, 602.0):  # noqa: B007
-            await source.read_into(item, 0, [memoryview(bytearray(10))])
+            await asyncio.gather(*(source.read_into(first, start, [buffer]) for start in range(20)))
+        await source.read_into(second, 0, [buffer])
         await source.close()
 
     asyncio.run(run())
-    signed = [target for target in server.counters.authorization if "X-Amz-Signature" in target]
-    assert len(signed) == 6
-    # SigV4 has one-second resolution, so equal URLs may have been signed twice; count what was sent.
-    assert all("X-Amz-Expires=3600" in target for target in signed)
+    assert [when for when, key in signed if key == "m/a.bin"][:1] == [0.0]
+    assert {when for when, key in signed if key == "m/a.bin"} == {0.0, 301.0, 602.0}
+    assert [when for when, key in signed if key == "m/b.bin"] == [602.0]
+
+
+def test_expired_credentials_are_looked_up_anew(
+    server: ObjectServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The credentials file was rewritten while we were loading, and the store has stopped taking the old keys."""
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    file = tmp_path / "credentials"
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+
+    def write(key: str) -> None:
+        file.write_text(f"[default]\naws_access_key_id = {key}\naws_secret_access_key = x\n")
+
+    def only_new(request: Request, response: Response) -> Response | None:
+        return None if "AKIDNEW" in request.target else error_response(400, "ExpiredToken")
+
+    async def run() -> None:
+        write("AKIDOLD")
+        source = source_for(server, "native")
+        item = await source.stat("a.bin")
+        write("AKIDNEW")
+        server.faults = [Fault(only_new, times=None)]
+        buffer = bytearray(LENGTH)
+        await source.read_into(item, START, [memoryview(buffer)])
+        assert buffer == BODY[START : START + LENGTH]
+        assert "AKIDOLD" in server.counters.authorization[-2]
+        assert "AKIDNEW" in server.counters.authorization[-1]
+        await source.close()
+
+    asyncio.run(run())
 
 
 def test_requests_are_as_documented(server: ObjectServer) -> None:

@@ -93,7 +93,8 @@ def test_rule_2_other_bytes_of_the_same_storage_are_left_alone() -> None:
                 model.w.data[8:].fill_(0)
                 model.w.data[10:].fill_(0)  # empty operand
                 if isinstance(tensor, LazyTensor):
-                    pending.append(len(tensor.lazy_base.tracer.copies.pending))
+                    recorder: Any = tensor.lazy_base.tracer
+                    pending.append(len(recorder.copies.pending))
 
     load_all_ways(loader, {"w": (10, 6)}, STATE)
     assert pending == [1]
