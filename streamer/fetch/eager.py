@@ -56,7 +56,6 @@ def iterate_tensors(
     request_bytes = request_bytes_for(engine.config)
     budget = ByteBudget(engine.config.buffer_bytes)
     batches = list(_batches(tensors, items, request_bytes))
-    engine.requested_bytes += sum(batch.nbytes for batch in batches)
 
     def open_items() -> contextlib.AbstractAsyncContextManager[AsyncIterator[_Fetched]]:
         return _open_batches(engine.source, batches, budget, request_bytes, engine.config.concurrency)

@@ -60,7 +60,6 @@ class FetchEngine:
         self.source = source
         self.config = config
         self.times = FillTimes()
-        self.requested_bytes = 0
         self._pool = BufferPool(config.buffer_bytes)
         self._loop = LoopThread(use_uvloop=config.use_uvloop)
 
@@ -124,7 +123,6 @@ class FetchEngine:
             self._pool.pin_for = next((device for device in devices if device.type == "cuda"), None)
         self.times.plan += time.perf_counter() - began
         total, arrived, copying = plan.fetch_bytes, 0, 0.0
-        self.requested_bytes += total
         began = time.perf_counter()
 
         def open_items() -> contextlib.AbstractAsyncContextManager[AsyncIterator[Arrival]]:

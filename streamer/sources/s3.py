@@ -191,19 +191,23 @@ class S3Source:
             )
             self._reader = RangeReader(self._pool, self._config, self._policy, self._stats)
 
-        async def address(renew: bool) -> Address:
-            return await self._address(item.key, renew)
+        async def address(expired: Address | None) -> Address:
+            return await self._address(item.key, expired)
 
         target = ReadTarget(self.label(item.key), item.size, item.pin, address, self._config.anonymous)
         await self._reader.read(target, start, buffers)
 
-    async def _address(self, key: str, renew: bool) -> Address:
-        """Return the signed address of `key`, signing it at most once per `_RENEW_AFTER_SECONDS`."""
+    async def _address(self, key: str, expired: Address | None) -> Address:
+        """Return the signed address of `key`, signing it at most once per `_RENEW_AFTER_SECONDS`.
+
+        Args:
+            expired: what the store refused. Credentials are looked up anew, once for all who ask.
+        """
         known = self._addresses.get(key)
-        if known is not None and not renew and self._clock() < known[1]:
+        if known is not None and known[0] is not expired and self._clock() < known[1]:
             return known[0]
         client = await self._open()
-        if renew:
+        if expired is not None and expired.signer is client:
             await self._reopen(client, client.region)
             client = await self._open()
         async with translated(Place(self.label(key)), anonymous=self._config.anonymous):
@@ -213,7 +217,7 @@ class S3Source:
                 ExpiresIn=self._config.presign_seconds,
             )
         origin, target = parse_origin(url, client.proxy)
-        address = Address(origin, target)
+        address = Address(origin, target, client)
         self._addresses[key] = (address, self._clock() + min(_RENEW_AFTER_SECONDS, self._config.presign_seconds / 2))
         return address
 

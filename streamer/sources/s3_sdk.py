@@ -48,11 +48,13 @@ class SdkReader:
         scatter = Scatter(buffers)
         end = start + scatter.length
 
+        client: S3Client | None = None
+
         async def try_read(position: int, scatter: Scatter, renew: bool) -> None:
+            nonlocal client
+            if renew and client is not None:
+                await self._reopen(client, client.region)  # unless somebody else already has
             client = await self._open_client()
-            if renew:
-                await self._reopen(client, client.region)
-                client = await self._open_client()
             await self._try(client, bucket, key, Place(url, position, end), item, scatter)
 
         await read_resuming(try_read, start, scatter, self._policy, self._stats)

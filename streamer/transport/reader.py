@@ -30,11 +30,16 @@ _PROGRESS_BYTES = 256 << 10
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where and how to ask for an object; `request_target` may carry a signature and is never shown."""
+    """Where to ask for an object.
+
+    Attributes:
+        request_target: may carry a signature, so it is never shown.
+        signer: who signed it; the source's own.
+    """
 
     origin: Origin
     request_target: str = field(repr=False)
-    headers: tuple[tuple[str, str], ...] = ()
+    signer: object = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +50,13 @@ class ReadTarget:
         url: as the user would write it.
         size: bytes.
         etag: sent as ``If-Match`` and compared with the answer; None reads unpinned.
-        address: returns where to ask; ``renew`` forces a new signature.
+        address: returns where to ask. It is given the address that the store called expired, if one was.
     """
 
     url: str
     size: int
     etag: str | None
-    address: Callable[[bool], Awaitable[Address]]
+    address: Callable[[Address | None], Awaitable[Address]]
     anonymous: bool = False
 
 
@@ -119,15 +124,16 @@ class RangeReader:
         """
         scatter = Scatter(buffers)
         end = start + scatter.length
+        address: Address | None = None
 
         async def try_read(position: int, scatter: Scatter, renew: bool) -> None:
-            await self._try(target, position, end, scatter, renew)
+            nonlocal address
+            address = await target.address(address if renew else None)
+            await self._try(target, Place(target.url, position, end), address, scatter)
 
         await read_resuming(try_read, start, scatter, self._policy, self._stats)
 
-    async def _try(self, target: ReadTarget, start: int, end: int, scatter: Scatter, renew: bool) -> None:
-        place = Place(target.url, start, end)
-        address = await target.address(renew)
+    async def _try(self, target: ReadTarget, place: Place, address: Address, scatter: Scatter) -> None:
         try:
             connection = await self._pool.acquire(address.origin)
         except ConnectFailed as failure:
@@ -202,5 +208,4 @@ def _render(address: Address, expected: Expected) -> bytes:
     ]
     if expected.etag is not None:
         lines.append(f"If-Match: {expected.etag}")
-    lines += [f"{name}: {value}" for name, value in address.headers]
     return "\r\n".join((f"GET {target} HTTP/1.1", *lines, "", "")).encode("latin-1")

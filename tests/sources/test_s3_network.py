@@ -222,7 +222,7 @@ def test_virtual_style_puts_the_bucket_in_the_host() -> None:
         )
         assert isinstance(source, S3Source)
         try:
-            return (await source._address("a.bin", renew=False)).origin.authority
+            return (await source._address("a.bin", None)).origin.authority
         finally:
             await source.close()
 
