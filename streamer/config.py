@@ -82,6 +82,16 @@ class StreamConfig:
     strict: bool = True
     """Whether parameters that nothing was loaded into are an error; otherwise they are only reported."""
 
+    verify: bool = False
+    """Whether to read a sample of every parameter's source again after the load and compare."""
+
+    report_dir: str | None = None
+    """Folder to which engine plugins write each rank's `LoadReport` as JSON."""
+
+    cache_dir: str | None = None
+    """Folder for configuration, tokenizers and code of models served from URLs; never for weights.
+    ``$XDG_CACHE_HOME/s3stream`` or ``~/.cache/s3stream`` if not given."""
+
     retry_attempts: int = 8
     """Consecutive failures of one range, without progress between them, before giving up."""
 

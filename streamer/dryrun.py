@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from streamer.checkpoint.checkpoint import Checkpoint
 from streamer.config import StreamConfig
+from streamer.engines import RankModel
 from streamer.fetch.dtypes import torch_shape
 from streamer.fetch.engine import request_bytes_for
 from streamer.plan.geometry import View, sort_dims
@@ -60,16 +60,13 @@ class DryRun:
     ignored: Mapping[str, str]
 
 
-def dry_run(model: torch.nn.Module, checkpoint: Checkpoint, config: StreamConfig) -> DryRun:
-    """Trace ``model.load_weights`` for `checkpoint`. Nothing is fetched.
-
-    Args:
-        model: one rank's, with its parameters on meta.
+def dry_run(target: RankModel, checkpoint: Checkpoint, config: StreamConfig) -> DryRun:
+    """Trace the loading of `checkpoint` into one rank's model. Nothing is fetched.
 
     Raises:
         LoadError: whatever the model's own code finds wrong with the checkpoint.
     """
-    tracer = Tracer(ModelStorages(model), _no_fill, dry_run=True)
+    tracer = Tracer(ModelStorages(target.model), _no_fill, dry_run=True)
 
     def weights() -> Iterator[tuple[str, LazyTensor]]:
         for info in checkpoint.tensors.values():
@@ -77,14 +74,13 @@ def dry_run(model: torch.nn.Module, checkpoint: Checkpoint, config: StreamConfig
 
     try:
         with tracing(tracer):
-            load_weights: Any = model.load_weights
-            load_weights(weights())
+            target.load_weights(weights())
             tracer.copies.complete_all()
     finally:
         tracer.close()
     views = [leaf for copy in tracer.copies.planned for leaf in leaves_of([copy.source])]
     demands = [_demand(lazy) for lazy in (*views, *tracer.values.would_read)]
-    names = _parameter_names(model)
+    names = _parameter_names(target.model)
     return DryRun(
         plan=build_plan(
             demands,
@@ -93,7 +89,7 @@ def dry_run(model: torch.nn.Module, checkpoint: Checkpoint, config: StreamConfig
         ),
         copies=tuple(planned for copy in tracer.copies.planned for planned in _describe(copy, names)),
         materialised=tuple(tracer.values.materialised),
-        ignored=unused_tensors(tracer, checkpoint),
+        ignored=unused_tensors(tracer, checkpoint.tensors),
     )
 
 

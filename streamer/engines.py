@@ -6,16 +6,18 @@ by name, so that neither imports the other.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
-from streamer.errors import ConfigError
+from streamer.errors import ConfigError, MissingDependencyError
 
-__all__ = ["Engine", "ParallelLayout", "find_engine"]
+__all__ = ["Engine", "ParallelLayout", "RankModel", "find_engine"]
 
 GROUP = "s3stream.engines"
 
@@ -33,16 +35,25 @@ class ParallelLayout:
         return self.tensor * self.pipeline
 
 
+@dataclass(frozen=True, slots=True)
+class RankModel:
+    """One rank's model, its large parameters on meta, and the engine's code that loads it."""
+
+    model: nn.Module
+    load_weights: Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
+
+
 class Engine(Protocol):
     """Builds models to plan for."""
 
-    def build(self, config: Mapping[str, Any], layout: ParallelLayout, rank: int) -> nn.Module:
-        """Return one rank's model on the meta device, with a ``load_weights`` method.
+    def build(self, folder: Path, layout: ParallelLayout, rank: int) -> RankModel:
+        """Return one rank's model.
 
         Args:
-            config: the parsed ``config.json``.
+            folder: holds everything of the checkpoint that is not weights, ``config.json`` first of all.
 
         Raises:
+            CheckpointError: there is no ``config.json``, or it makes no sense.
             ConfigError: the layout cannot be.
             UnsupportedCheckpointError: the engine does not know the architecture.
         """
@@ -52,12 +63,21 @@ def find_engine(name: str) -> Engine:
     """Return the engine called `name`.
 
     Raises:
-        ConfigError: there is none; the message lists those that are installed.
+        ConfigError: there is none; the message lists those that there are.
+        MissingDependencyError: its package is not installed.
     """
     found = {entry.name: entry for entry in entry_points(group=GROUP)}
     if name not in found:
         raise ConfigError(
             f"there is no engine {name!r}", hint=f"installed: {', '.join(sorted(found)) or 'none; reinstall s3stream'}"
         )
-    engine: Engine = found[name].load()()
+    try:
+        engine: Engine = found[name].load()()
+    except ImportError as error:
+        if isinstance(error, MissingDependencyError):
+            raise
+        raise MissingDependencyError(
+            f"tracing {name} needs the package {error.name}, which is not installed here",
+            hint=f"run this where {name} is installed, or pip install 's3stream[{name}]'",
+        ) from error
     return engine

@@ -18,6 +18,7 @@
     │   └── SourceUnavailableError             still failing after every allowed retry
     └── LoadError (RuntimeError)               bytes arrived, but the model cannot be right
         ├── MissingParametersError             parameters that nothing was loaded into
+        ├── VerificationError                  a parameter does not hold what its source holds
         └── LeakedLazyTensorError              a lazy tensor survived the load
 
 The split follows who can act: the caller, the owner of the checkpoint, the owner of the store, or
@@ -46,6 +47,7 @@ __all__ = [
     "SourceUnavailableError",
     "StreamError",
     "UnsupportedCheckpointError",
+    "VerificationError",
     "shorten",
 ]
 
@@ -203,6 +205,10 @@ class MissingParametersError(LoadError):
     def __init__(self, message: str, *, names: Sequence[str] = (), hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
         self.names = tuple(names)
+
+
+class VerificationError(LoadError):
+    """Read again, the source of a parameter holds other bytes than the parameter."""
 
 
 class LeakedLazyTensorError(LoadError):

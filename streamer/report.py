@@ -7,7 +7,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Cast", "ForcedRead", "LoadReport", "LoadTimes"]
+__all__ = ["Cast", "ForcedRead", "LoadReport", "LoadTimes", "Verified"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verified:
+    """What a verification compared.
+
+    Attributes:
+        copies: of which samples were compared.
+        nbytes: compared, in the parameters.
+        replaced: copies whose destination is not part of the model any more, such as before quantisation.
+        overwritten: copies into bytes that the model's code wrote to afterwards.
+        skipped: computed copies that are too large to compute twice.
+    """
+
+    copies: int
+    nbytes: int
+    replaced: int
+    overwritten: int
+    skipped: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +90,7 @@ class LoadReport:
         requests: ranged reads, headers and retries included.
         resumed_bytes: delivered by tries that failed later, and not fetched again.
         peak_buffer_bytes: of staging memory; in eager mode the budget bounds what is fetched ahead.
+        verified: what was read again and compared, when `verify` is on.
     """
 
     url: str
@@ -91,6 +111,7 @@ class LoadReport:
     casts: tuple[Cast, ...]
     materialised: tuple[ForcedRead, ...]
     peak_buffer_bytes: int
+    verified: Verified | None
     times: LoadTimes
 
     def to_dict(self) -> dict[str, Any]:

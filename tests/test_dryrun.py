@@ -10,6 +10,7 @@ import torch
 import streamer
 from streamer.config import StreamConfig
 from streamer.dryrun import DryRun, dry_run
+from streamer.engines import RankModel
 from streamer.fetch.engine import FetchEngine
 from streamer.reference.config import LlamaConfig
 from streamer.reference.engine import build_llama
@@ -21,11 +22,11 @@ from tests.trace.loading import Model, source_of
 CONFIG = llama_config(layers=2, hidden=128, wide=256, heads=8, kv_heads=4, vocabulary=250)
 
 
-def plan_for(model: torch.nn.Module, source: MemorySource, config: StreamConfig) -> DryRun:
+def plan_for(model: Any, source: MemorySource, config: StreamConfig) -> DryRun:
     with FetchEngine(source, config) as engine:
         checkpoint = engine.open_checkpoint().checkpoint
         before = source.stats.bytes_received
-        planned = dry_run(model, checkpoint, config)
+        planned = dry_run(RankModel(model, model.load_weights), checkpoint, config)
         assert source.stats.bytes_received == before
     return planned
 

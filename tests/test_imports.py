@@ -28,9 +28,12 @@ LAYERS = [
     "sources",
     "fetch",
     "trace",
+    "verify",
+    "session",
     "loader",
-    "dryrun",
+    "artifacts",
     "engines",
+    "dryrun",
     "reference",
     "cli",
 ]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from streamer.checkpoint.index import INDEX_SUFFIX, Index
 from streamer.errors import CheckpointError, IncompleteCheckpointError, UnsupportedCheckpointError, shorten
 
-__all__ = ["Listed", "Selection", "Skipped", "choose_index", "select_files"]
+__all__ = ["Listed", "Selection", "Skipped", "choose_index", "is_metadata", "select_files"]
 
 WEIGHTS_SUFFIX = ".safetensors"
 _PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
@@ -103,6 +103,11 @@ def select_files(label: str, listing: Sequence[Listed], index: Index | None) -> 
         skipped=tuple(sorted(skipped, key=lambda item: item.key)),
         metadata=tuple(sorted(metadata, key=lambda item: item.key)),
     )
+
+
+def is_metadata(key: str) -> bool:
+    """Whether `key` is one of the small files beside the weights: configuration, tokenizer, code."""
+    return _skip_reason(key, None) is None
 
 
 def _require_indexed(label: str, listing: Sequence[Listed], index: Index) -> None:

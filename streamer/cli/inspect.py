@@ -25,7 +25,9 @@ def run_inspect(url: str, config: StreamConfig, output: Output) -> None:
         source = open_source(root, config)
         try:
             with output.progress("reading headers") as progress:
-                return (await read_checkpoint(source, config, only=only, progress=progress)).checkpoint
+                return (
+                    await read_checkpoint(source, config, only=[only] if only else [], progress=progress)
+                ).checkpoint
         finally:
             await source.close()
 

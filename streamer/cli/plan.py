@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import difflib
-import json
 from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from streamer.artifacts.metadata import metadata_folder
 from streamer.checkpoint.checkpoint import Checkpoint, TensorInfo
 from streamer.cli.output import Output, size_text
 from streamer.config import StreamConfig
 from streamer.dryrun import DryRun, PlannedCopy, dry_run
 from streamer.engines import ParallelLayout, find_engine
-from streamer.errors import CheckpointError, ConfigError, ObjectNotFoundError
+from streamer.errors import ConfigError
 from streamer.fetch.dtypes import torch_shape
 from streamer.fetch.engine import FetchEngine
 from streamer.plan.windows import Window
@@ -23,7 +23,6 @@ from streamer.sources import open_source, split_file
 
 __all__ = ["Question", "run_explain", "run_plan"]
 
-_MAX_CONFIG_BYTES = 4 << 20
 #: Links to give floor times for: common instance and NIC speeds, in Gbit/s.
 _LINKS_GBIT = (10, 25, 100, 400)
 #: S3 Standard in us-east-1, per request; https://aws.amazon.com/s3/pricing (GET, November 2026).
@@ -60,24 +59,13 @@ class _Traced:
 def _trace(question: Question, config: StreamConfig, output: Output, ranks: list[int]) -> _Traced:
     engine = find_engine(question.engine)
     root, only = split_file(question.url)
-    with FetchEngine(open_source(root, config), config) as fetch:
-        with output.progress("reading headers") as progress:
-            checkpoint = fetch.open_checkpoint(only=only, progress=progress).checkpoint
-        try:
-            document = json.loads(fetch.read_object("config.json", limit_bytes=_MAX_CONFIG_BYTES))
-        except ObjectNotFoundError as error:
-            raise CheckpointError(
-                f"{checkpoint.url} has no config.json, which says what model this is",
-                hint="upload it beside the weights",
-            ) from error
-        except ValueError as error:
-            raise CheckpointError(f"{checkpoint.url}: config.json is not valid JSON ({error})") from error
-    if not isinstance(document, dict):
-        raise CheckpointError(f"{checkpoint.url}: config.json is not a JSON object")
+    with FetchEngine(open_source(root, config), config) as fetch, output.progress("reading headers") as progress:
+        checkpoint = fetch.open_checkpoint(only=[only] if only else [], progress=progress).checkpoint
+    folder = metadata_folder(root, config)
     traced = {}
     with output.progress("tracing ranks") as progress:
         for number, rank in enumerate(ranks):
-            traced[rank] = dry_run(engine.build(document, question.layout, rank), checkpoint, config)
+            traced[rank] = dry_run(engine.build(folder, question.layout, rank), checkpoint, config)
             progress(number + 1, len(ranks))
     return _Traced(checkpoint, traced)
 

@@ -82,7 +82,7 @@ class FetchEngine:
     def loop(self) -> LoopThread:
         return self._loop
 
-    def open_checkpoint(self, *, only: str | None = None, progress: Progress | None = None) -> OpenedCheckpoint:
+    def open_checkpoint(self, *, only: Sequence[str] = (), progress: Progress | None = None) -> OpenedCheckpoint:
         """Read listing, index and headers; see `streamer.fetch.headers.read_checkpoint`."""
         return self._loop.run(read_checkpoint(self.source, self.config, only=only, progress=progress))
 
@@ -97,6 +97,12 @@ class FetchEngine:
             return await read_object(self.source, await self.source.stat(key), limit_bytes=limit_bytes)
 
         return self._loop.run(read())
+
+    def read_range(self, item: ObjectInfo, start: int, end: int) -> bytes:
+        """Read one range of one object."""
+        body = bytearray(end - start)
+        self._loop.run(self.source.read_into(item, start, [memoryview(body)]))
+        return bytes(body)
 
     def fill(self, jobs: Sequence[CopyJob], items: Sequence[ObjectInfo], progress: Progress | None = None) -> Plan:
         """Read everything `jobs` need and put it where it belongs; when this returns, it is there.

@@ -43,23 +43,23 @@ async def read_checkpoint(
     source: Source,
     config: StreamConfig,
     *,
-    only: str | None = None,
+    only: Sequence[str] = (),
     progress: Callable[[int, int], None] | None = None,
 ) -> OpenedCheckpoint:
     """List `source`, choose its weights and read all their headers at once.
 
     Args:
-        only: key of a single file to load instead of choosing.
+        only: keys of the files to load, instead of choosing them.
         progress: called with headers read and headers to read.
 
     Raises:
         CheckpointError, SourceError: before any byte of a weight is read.
     """
-    items = {item.key: item for item in ([await source.stat(only)] if only else await source.list())}
+    items = {item.key: item for item in await (_stat_all(source, only) if only else source.list())}
     listing = [Listed(item.key, item.size) for item in items.values()]
     index = None if only else await _read_index(source, config, items, listing)
     if only:
-        selection = Selection(weights=(Listed(only, items[only].size),), skipped=(), metadata=())
+        selection = Selection(weights=tuple(listing), skipped=(), metadata=())
     else:
         selection = select_files(source.url, listing, index)
     gate = asyncio.Semaphore(config.concurrency)
@@ -86,6 +86,10 @@ async def read_checkpoint(
         metadata_files=selection.metadata,
     )
     return OpenedCheckpoint(checkpoint, [items[listed.key] for listed in selection.weights])
+
+
+async def _stat_all(source: Source, keys: Sequence[str]) -> Sequence[ObjectInfo]:
+    return [await source.stat(key) for key in keys]
 
 
 async def _read_index(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from streamer.engines import ParallelLayout
-from streamer.errors import ConfigError
+from streamer.engines import ParallelLayout, RankModel
+from streamer.errors import CheckpointError, ConfigError
 from streamer.reference.config import LlamaConfig
 from streamer.reference.llama import LlamaForCausalLM
 from streamer.reference.parallel import Parallel
@@ -39,7 +40,22 @@ def build_llama(config: LlamaConfig, parallel: Parallel, *, load_device: str | N
 class ReferenceEngine:
     """The `streamer.engines.Engine` of this package."""
 
-    def build(self, config: Mapping[str, Any], layout: ParallelLayout, rank: int) -> LlamaForCausalLM:
+    def build(self, folder: Path, layout: ParallelLayout, rank: int) -> RankModel:
         if layout.pipeline != 1 or layout.experts:
             raise ConfigError("the reference engine is tensor-parallel only", hint="use --engine vllm or sglang")
-        return build_llama(LlamaConfig.from_dict(config), Parallel(rank, layout.tensor))
+        model = build_llama(LlamaConfig.from_dict(_read_config(folder)), Parallel(rank, layout.tensor))
+        return RankModel(model, model.load_weights)
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    try:
+        document = json.loads((folder / "config.json").read_bytes())
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{folder} has no config.json, which says what model this is", hint="put it beside the weights"
+        ) from error
+    except ValueError as error:
+        raise CheckpointError(f"{folder / 'config.json'} is not valid JSON ({error})") from error
+    if not isinstance(document, dict):
+        raise CheckpointError(f"{folder / 'config.json'} is not a JSON object")
+    return document

@@ -10,7 +10,7 @@ from streamer.errors import ConfigError, MissingDependencyError, UnsupportedChec
 from streamer.sources.base import Source
 from streamer.sources.s3_url import parse_s3_url
 
-__all__ = ["open_source", "split_file"]
+__all__ = ["local_path", "open_source", "split_file"]
 
 _KNOWN_LATER = {"gs", "gcs", "az", "abfs", "http", "https", "hf", "memory"}
 
@@ -39,11 +39,12 @@ def open_source(url: str, config: StreamConfig) -> Source:
         ConfigError: a scheme that is not supported, or a malformed URL.
         MissingDependencyError: the scheme needs a package that is not installed.
     """
-    scheme, separator, _ = url.partition("://")
-    if not separator or scheme == "file":
+    path = local_path(url)
+    if path is not None:
         from streamer.sources.local import LocalSource
 
-        return LocalSource(_local_path(url), threads=config.concurrency)
+        return LocalSource(path, threads=config.concurrency)
+    scheme = url.partition("://")[0]
     if scheme == "s3":
         try:
             from streamer.sources.s3 import S3Source
@@ -57,7 +58,14 @@ def open_source(url: str, config: StreamConfig) -> Source:
     raise ConfigError(f"{scheme}:// URLs are not supported{more}", hint=f"supported: {known}")
 
 
-def _local_path(url: str) -> Path:
+def local_path(url: str) -> Path | None:
+    """Return the path that `url` names on this machine, or None when it is a URL of something else.
+
+    Raises:
+        ConfigError: an empty or malformed URL.
+    """
+    if "://" in url and not url.startswith("file://"):
+        return None
     if not url.startswith("file://"):
         if not url:
             raise ConfigError("the URL is empty", hint="write s3://bucket/folder or a path")

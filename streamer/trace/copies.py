@@ -4,17 +4,38 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from streamer.plan.geometry import View
 from streamer.trace.lazy import DeferredBase, LazyTensor, describe_base, view_of
 from streamer.trace.ops import is_same_values
-from streamer.trace.pending import Pending, PendingCopies, storage_key
+from streamer.trace.pending import Pending, PendingCopies, storage_key, storage_of
 from streamer.trace.storages import ModelStorages
 from streamer.trace.values import Fill, Values, job_for, leaves_of, mark_used
 from streamer.trace.writes import WriteLog
 
-__all__ = ["Copies"]
+__all__ = ["Completed", "Copies"]
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """A copy that was carried out, remembered without keeping its destination alive.
+
+    Attributes:
+        storage: of the destination.
+        geometry: the destination's, on meta.
+        window: the bytes of the storage that were written.
+        serial: of the write, in the `WriteLog`.
+    """
+
+    storage: StorageWeakRef
+    geometry: torch.Tensor
+    window: View
+    source: LazyTensor
+    serial: int
 
 
 class Copies:
@@ -23,18 +44,30 @@ class Copies:
     Attributes:
         pending: recorded and not carried out; no two of them write the same byte.
         planned: in a dry run, what would have been carried out.
+        completed: what was carried out, when `keep_completed` asks for it.
         casts: copies that convert, by source and destination dtype.
         superseded: tensors whose copy was overwritten before it was made, and by which.
         writes: bytes of the model that got values.
     """
 
-    def __init__(self, storages: ModelStorages, values: Values, fill: Fill, *, batch_bytes: int, dry_run: bool) -> None:
+    def __init__(
+        self,
+        storages: ModelStorages,
+        values: Values,
+        fill: Fill,
+        *,
+        batch_bytes: int,
+        dry_run: bool,
+        keep_completed: bool = False,
+    ) -> None:
         self._storages = storages
         self._values = values
         self._fill = fill
         self._batch_bytes = batch_bytes
         self._dry_run = dry_run
+        self._keep_completed = keep_completed
         self.pending = PendingCopies()
+        self.completed: list[Completed] = []
         self.planned: list[Pending] = []
         self.casts: Counter[tuple[str, str]] = Counter()
         self.superseded: dict[str, str] = {}
@@ -53,7 +86,7 @@ class Copies:
                 value = self._values.materialise([source], "aten::copy_ into a temporary")(source)
                 destination.copy_(value)
             return destination
-        self.writes.note(destination)
+        serial = self.writes.note(destination)
         if destination.dtype != source.dtype:
             self.casts[str(source.dtype), str(destination.dtype)] += 1
         if not destination.numel():
@@ -70,7 +103,7 @@ class Copies:
                 blocking.append(earlier)
         if blocking:
             self.complete(blocking)
-        self.pending.add(destination.detach(), source, key)
+        self.pending.add(destination.detach(), source, key, serial)
         return destination
 
     def complete_touching(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -111,6 +144,17 @@ class Copies:
                 values = self._values.evaluate([copy.source for copy in batch])
                 for copy, value in zip(batch, values, strict=True):
                     copy.destination.copy_(value)
+            if self._keep_completed:
+                self.completed.extend(_remember(copy) for copy in copies)
+
+
+def _remember(copy: Pending) -> Completed:
+    destination = copy.destination
+    geometry = torch.empty(0, dtype=destination.dtype, device="meta").as_strided(
+        destination.size(), destination.stride(), destination.storage_offset()
+    )
+    storage = StorageWeakRef(storage_of(destination))  # type: ignore[no-untyped-call]
+    return Completed(storage, geometry, copy.window, copy.source, copy.serial)
 
 
 def _peel(source: LazyTensor, dtype: torch.dtype) -> LazyTensor:

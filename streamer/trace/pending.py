@@ -34,6 +34,7 @@ class Pending:
             ``resize_`` on the tensor that the model used does not redirect it.
         window: the bytes of the destination's storage that will be written.
         number: order of recording.
+        serial: of the write, in the `WriteLog`.
     """
 
     destination: torch.Tensor
@@ -41,6 +42,7 @@ class Pending:
     key: int
     window: View
     number: int
+    serial: int
 
 
 @dataclass(slots=True)
@@ -68,10 +70,10 @@ class PendingCopies:
     def __bool__(self) -> bool:
         return bool(self._storages)
 
-    def add(self, destination: torch.Tensor, source: LazyTensor, key: int) -> Pending:
+    def add(self, destination: torch.Tensor, source: LazyTensor, key: int, serial: int) -> Pending:
         """Record a copy; the caller has dealt with what it overlaps."""
         window = view_of(destination)
-        pending = Pending(destination, source, key, window, self._count)
+        pending = Pending(destination, source, key, window, self._count, serial)
         self._count += 1
         storage = self._storages.setdefault(key, _Storage())
         insort(storage.order, (window.offset, pending.number))

@@ -57,15 +57,24 @@ class Tracer:
         storages: which destinations may be filled later.
         fill: fetches and places the bytes of copy jobs; returns when they are there.
         batch_bytes: how much deferred expressions may hold in memory at once.
+        keep_completed: remember every copy, for `streamer.verify`.
         dry_run: nothing is fetched; copies into meta tensors are the demand, and values that an
             operation insists on are zeros.
     """
 
     def __init__(
-        self, storages: ModelStorages, fill: Fill, *, batch_bytes: int = 64 << 20, dry_run: bool = False
+        self,
+        storages: ModelStorages,
+        fill: Fill,
+        *,
+        batch_bytes: int = 64 << 20,
+        keep_completed: bool = False,
+        dry_run: bool = False,
     ) -> None:
         self.values = Values(fill, dry_run=dry_run)
-        self.copies = Copies(storages, self.values, fill, batch_bytes=batch_bytes, dry_run=dry_run)
+        self.copies = Copies(
+            storages, self.values, fill, batch_bytes=batch_bytes, dry_run=dry_run, keep_completed=keep_completed
+        )
         self.bases: dict[str, FileBase] = {}
 
     # -- making lazy tensors -------------------------------------------------------------------------

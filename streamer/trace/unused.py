@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from streamer.checkpoint.checkpoint import Checkpoint
+from collections.abc import Iterable
+
 from streamer.trace.tracer import Tracer
 
 __all__ = ["unused_tensors"]
 
 
-def unused_tensors(tracer: Tracer, checkpoint: Checkpoint) -> dict[str, str]:
+def unused_tensors(tracer: Tracer, names: Iterable[str]) -> dict[str, str]:
     """Return a reason, as far as it is known, for each tensor that no byte was taken from."""
     unused = {}
-    for name in checkpoint.tensors:
+    for name in names:
         base = tracer.bases.get(name)
         if base is None:
             unused[name] = "the model stopped reading before it"

@@ -186,10 +186,11 @@ def test_shapes_that_do_not_fit_are_named() -> None:
         streamer.load(model, MemorySource({"model.safetensors": body}))
 
 
-def test_engine_is_found_by_its_entry_point() -> None:
-    model = find_engine("reference").build(document_of(), ParallelLayout(tensor=2), 1)
-    assert all(parameter.is_meta for parameter in model.parameters())
+def test_engine_is_found_by_its_entry_point(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(document_of()))
+    built = find_engine("reference").build(tmp_path, ParallelLayout(tensor=2), 1)
+    assert all(parameter.is_meta for parameter in built.model.parameters())
     with pytest.raises(ConfigError, match="no engine 'none'.*installed: .*reference"):
         find_engine("none")
     with pytest.raises(ConfigError, match="tensor-parallel only"):
-        find_engine("reference").build(document_of(), ParallelLayout(tensor=1, pipeline=2), 0)
+        find_engine("reference").build(tmp_path, ParallelLayout(tensor=1, pipeline=2), 0)

@@ -1,0 +1,1 @@
+"""Copies on this machine of what is not weights: configuration, tokenizers, code, adapters."""

@@ -1,0 +1,195 @@
+"""Pulls what is not weights into a folder, once per node, and remembers which objects it saw.
+
+An engine wants a local folder with ``config.json``, the tokenizer and, sometimes, code. It gets one whose
+name is a digest of the listing: another process that finds the same listing uses the same folder, and a
+changed object means another folder, so a running engine never sees files change under it. A folder is
+published by renaming it when it is complete; a lock keeps a node's processes from pulling the same thing
+side by side, and protects nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from streamer.checkpoint.select import is_metadata
+from streamer.config import StreamConfig
+from streamer.errors import CheckpointError, ConfigError, StreamError
+from streamer.fetch.loop import LoopThread
+from streamer.sources.base import ObjectInfo, Source
+from streamer.sources.open import local_path, open_source
+
+__all__ = ["PulledFolder", "metadata_folder", "pull", "read_pins"]
+
+PINS_FILE = ".s3stream.json"
+_FORMAT = 1
+_CHUNK_BYTES = 32 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class PulledFolder:
+    """A folder on this machine and what it was pulled from.
+
+    Attributes:
+        url: the root of the source.
+        items: every object that was there, weights included.
+    """
+
+    folder: Path
+    url: str
+    items: tuple[ObjectInfo, ...]
+
+
+def pull(url: str, config: StreamConfig, *, everything: bool = False) -> PulledFolder:
+    """Bring the files of `url` that are not weights to this machine, unless they are here already.
+
+    Args:
+        everything: weights too, for adapters, which engines read from files.
+
+    Raises:
+        CheckpointError: a key would leave the folder.
+        ConfigError: the cache cannot be written to.
+        SourceError: see `streamer.errors`.
+    """
+    source = open_source(url, config)
+    loop = LoopThread(use_uvloop=config.use_uvloop)
+    try:
+        items = tuple(loop.run(_list(source)))
+        wanted = [item for item in items if everything or is_metadata(item.key)]
+        for item in wanted:
+            _refuse_escape(source, item.key)
+        folder = _cache(config) / _name(source.url, items, everything)
+        try:
+            if not (folder / PINS_FILE).is_file():
+                with _locked(folder):
+                    if not (folder / PINS_FILE).is_file():
+                        _publish(loop, source, items, wanted, folder, config.concurrency)
+        except StreamError:
+            raise
+        except OSError as error:
+            raise ConfigError(
+                f"cannot keep the files of {source.url} in {folder}: {error.strerror or error}",
+                hint="set cache_dir (S3STREAM_CACHE_DIR) to a folder that can be written to and has space",
+            ) from error
+        return PulledFolder(folder, source.url, items)
+    finally:
+        loop.close(before=source.close)
+
+
+def metadata_folder(url: str, config: StreamConfig) -> Path:
+    """Return a folder on this machine with the files of `url` that are not weights; see `pull`."""
+    return local_path(url) or pull(url, config).folder
+
+
+def read_pins(folder: str | Path) -> PulledFolder | None:
+    """Return what `folder` was pulled from, or None when it is no such folder.
+
+    Raises:
+        ConfigError: it was written by another version, or damaged.
+    """
+    path = Path(folder) / PINS_FILE
+    try:
+        document = json.loads(path.read_text())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except ValueError:
+        document = {}
+    if not isinstance(document, dict) or document.get("format") != _FORMAT:
+        raise ConfigError(f"{path} was not written by this version of s3stream", hint=f"remove {Path(folder)}")
+    return PulledFolder(Path(folder), document["url"], tuple(ObjectInfo(*entry) for entry in document["objects"]))
+
+
+async def _list(source: Source) -> Sequence[ObjectInfo]:
+    return await source.list()
+
+
+def _refuse_escape(source: Source, key: str) -> None:
+    parts = key.split("/")
+    if any(part in ("", ".", "..") for part in parts) or "\0" in key or key == PINS_FILE:
+        raise CheckpointError(
+            f"{source.url} holds an object whose key {key!r} is no path inside a folder", hint="remove or rename it"
+        )
+
+
+def _cache(config: StreamConfig) -> Path:
+    if config.cache_dir:
+        return Path(config.cache_dir).expanduser().absolute() / "models"
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "s3stream" / "models"
+
+
+def _name(url: str, items: Sequence[ObjectInfo], everything: bool) -> str:
+    listing = sorted((item.key, item.size, item.pin) for item in items)
+    digest = hashlib.sha256(json.dumps([_FORMAT, url, everything, listing]).encode()).hexdigest()
+    # Engines put the folder's name into messages; let it be recognisable.
+    readable = re.sub(r"[^A-Za-z0-9._-]+", "-", url.partition("://")[2]).strip("-.")[-60:]
+    return f"{readable}-{digest[:20]}"
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(folder.with_name(f".{folder.name}.lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed, by whatever end
+        yield
+
+
+def _publish(
+    loop: LoopThread,
+    source: Source,
+    items: Sequence[ObjectInfo],
+    wanted: Sequence[ObjectInfo],
+    folder: Path,
+    concurrency: int,
+) -> None:
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        unfinished.chmod(0o755)  # mkdtemp keeps other users out, who may run the workers
+        loop.run(_download(source, wanted, unfinished, concurrency))
+        document = {
+            "format": _FORMAT,
+            "url": source.url,
+            "objects": [[item.key, item.size, item.pin] for item in items],
+        }
+        (unfinished / PINS_FILE).write_text(json.dumps(document))
+        shutil.rmtree(folder, ignore_errors=True)  # without its pins file it is not ours to trust
+        unfinished.rename(folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _append(path: Path, body: bytearray) -> None:
+    with path.open("ab") as file:
+        file.write(body)
+
+
+async def _download(source: Source, items: Sequence[ObjectInfo], folder: Path, concurrency: int) -> None:
+    gate = asyncio.Semaphore(concurrency)
+
+    async def download(item: ObjectInfo) -> None:
+        path = folder / item.key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        async with gate:
+            for start in range(0, item.size, _CHUNK_BYTES):
+                body = bytearray(min(_CHUNK_BYTES, item.size - start))
+                await source.read_into(item, start, [memoryview(body)])
+                await asyncio.to_thread(_append, path, body)
+
+    tasks = [asyncio.ensure_future(download(item)) for item in items]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

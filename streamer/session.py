@@ -1,0 +1,281 @@
+"""One load, step by step: open checkpoints, hand out their tensors, let the model's code run, report."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from streamer.checkpoint.checkpoint import Checkpoint, TensorInfo
+from streamer.config import StreamConfig
+from streamer.errors import MissingParametersError, shorten
+from streamer.fetch.eager import iterate_tensors
+from streamer.fetch.engine import FetchEngine, Progress
+from streamer.fetch.fill import CopyJob
+from streamer.fetch.headers import OpenedCheckpoint
+from streamer.plan.plan import Plan
+from streamer.report import Cast, LoadReport, LoadTimes
+from streamer.sources.base import ObjectInfo, Source
+from streamer.trace.barrier import tracing
+from streamer.trace.leaks import refuse_leaks
+from streamer.trace.storages import ModelStorages
+from streamer.trace.tracer import Tracer
+from streamer.trace.unused import unused_tensors
+from streamer.transport.stats import TransferStats
+from streamer.verify import verify_copies
+
+__all__ = ["LoadSession", "OpenedPart"]
+
+Result = TypeVar("Result")
+
+
+@dataclass(slots=True)
+class OpenedPart:
+    """A checkpoint that takes part in a load, usually the only one.
+
+    Attributes:
+        tensors: those to hand out, in file and data order, under the names the model is given, with
+            files numbered across all parts.
+    """
+
+    engine: FetchEngine
+    opened: OpenedCheckpoint
+    tensors: list[TensorInfo]
+    first_file: int
+    header_bytes: int
+    before: TransferStats
+    began: float
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        return self.opened.checkpoint
+
+
+@dataclass(slots=True)
+class _Books:
+    """What is summed up while a load runs."""
+
+    plans: list[Plan] = field(default_factory=list)
+    headers_seconds: float = 0.0
+    loaded: frozenset[str] = frozenset()
+    unexpected: tuple[str, ...] = ()
+    verified: Any = None
+
+
+class LoadSession:
+    """Runs a model's loading code over checkpoints; a context manager that releases everything.
+
+    Engines that load from several checkpoints at once (vLLM's ``secondary_weights``) open each as a part.
+
+    Args:
+        model: see `streamer.load`.
+        progress: called with bytes arrived and bytes wanted, per batch of reads.
+    """
+
+    def __init__(self, model: Any, config: StreamConfig, *, progress: Progress | None = None) -> None:
+        self.model = model
+        self.config = config
+        self.tracer = Tracer(
+            ModelStorages(model), self._fill, batch_bytes=config.buffer_bytes // 4, keep_completed=config.verify
+        )
+        self._progress = progress
+        self._parts: list[OpenedPart] = []
+        self._items: list[ObjectInfo] = []
+        self._stack = contextlib.ExitStack()
+        self._stack.callback(self.tracer.close)
+        self._books = _Books()
+        self._began = time.monotonic()
+
+    def __enter__(self) -> LoadSession:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the load: close the sources; lazy tensors that are left raise when used. Idempotent."""
+        self._stack.close()
+
+    # -- before: what there is to load -----------------------------------------------------------------
+
+    def open(
+        self,
+        source: Source,
+        *,
+        only: Sequence[str] = (),
+        prefix: str = "",
+        keep: Callable[[Checkpoint, TensorInfo], bool] | None = None,
+    ) -> OpenedPart:
+        """Read the headers of a checkpoint, which then takes part in the load.
+
+        Args:
+            source: closed with the session.
+            only: keys of the files to load, instead of choosing them.
+            prefix: put before every tensor's name.
+            keep: whether to hand out a tensor, asked with its name in the checkpoint.
+
+        Raises:
+            CheckpointError, SourceError: see `streamer.errors`.
+        """
+        began = time.monotonic()
+        engine = self._stack.enter_context(FetchEngine(source, self.config))
+        before = dataclasses.replace(source.stats)  # a source may have been used before
+        opened = engine.open_checkpoint(only=only)
+        first = len(self._items)
+        tensors = [
+            dataclasses.replace(info, name=prefix + info.name, file=first + info.file) if prefix or first else info
+            for info in opened.checkpoint.tensors.values()
+            if keep is None or keep(opened.checkpoint, info)
+        ]
+        received = source.stats.bytes_received - before.bytes_received
+        source.stats.first_byte_at = None
+        part = OpenedPart(engine, opened, tensors, first, received, before, began)
+        self._parts.append(part)
+        self._items.extend(opened.items)
+        self._books.headers_seconds += time.monotonic() - began
+        return part
+
+    def weights(self, part: OpenedPart) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors of `part`: lazy ones, or real ones in eager mode."""
+        if self.config.mode == "eager":
+            return iterate_tensors(part.engine, part.tensors, self._items)
+        return self._lazy_weights(part)
+
+    def _lazy_weights(self, part: OpenedPart) -> Iterator[tuple[str, torch.Tensor]]:
+        for info in part.tensors:
+            yield info.name, self.tracer.lazy(info)
+        self.tracer.copies.complete_all()
+
+    # -- while the model's code runs ---------------------------------------------------------------------
+
+    def run(self, load_weights: Callable[[], Result]) -> Result:
+        """Call the model's loading code; when this returns, every byte is where it belongs.
+
+        Raises:
+            LeakedLazyTensorError: the model kept a lazy tensor.
+            VerificationError: ``verify`` is on, and a parameter does not hold what its source holds.
+        """
+        with tracing(self.tracer):
+            result = load_weights()
+            self.tracer.copies.complete_all()
+        refuse_leaks(self.model)
+        if self.config.verify:
+            self._books.verified = verify_copies(self.tracer, self.model, self._read)
+        return result
+
+    def _part_of(self, file: int) -> OpenedPart:
+        return self._parts[bisect_right(self._parts, file, key=lambda part: part.first_file) - 1]
+
+    def _fill(self, jobs: Sequence[CopyJob]) -> None:
+        by_part: dict[int, list[CopyJob]] = {}
+        for job in jobs:
+            by_part.setdefault(self._part_of(job.file).first_file, []).append(job)
+        for first_file, group in by_part.items():
+            engine = self._part_of(first_file).engine
+            self._books.plans.append(engine.fill(group, self._items, self._progress))
+
+    def _read(self, reads: Sequence[tuple[int, int, int]]) -> list[bytes]:
+        """Read ``(file, start, end)`` ranges, without the planner, in the order given."""
+        found = []
+        for file, start, end in reads:
+            found.append(self._part_of(file).engine.read_range(self._items[file], start, end))
+        return found
+
+    # -- after: what came of it --------------------------------------------------------------------------
+
+    def note(self, *, loaded: Iterable[str], unexpected: Sequence[str] = ()) -> None:
+        """Take down what the model's code says: names it loaded, tensors it has no place for."""
+        self._books.loaded = frozenset(loaded)
+        self._books.unexpected = tuple(unexpected)
+
+    def expected(self) -> dict[str, torch.Tensor]:
+        """Return what should get values, by name."""
+        if not isinstance(self.model, torch.nn.Module):
+            return {}
+        if callable(getattr(self.model, "load_weights", None)):
+            return dict(self.model.named_parameters(remove_duplicate=False))
+        state = self.model.state_dict(keep_vars=True)
+        return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+    def report(self) -> LoadReport:
+        """Sum up, after `run`."""
+        parts, tracer = self._parts, self.tracer
+        traced = self.config.mode == "trace"
+        expected = self.expected()
+        unused: dict[str, str] = {}
+        if traced:
+            for part in parts:
+                unused.update(unused_tensors(tracer, [info.name for info in part.tensors]))
+        deltas = [(part.engine.source.stats, part.before) for part in parts]
+        plans = self._books.plans
+        return LoadReport(
+            url=parts[0].checkpoint.url,
+            mode=self.config.mode,
+            expected=tuple(expected),
+            loaded=tuple(name for name, tensor in expected.items() if self._is_loaded(name, tensor)),
+            ignored={name: why for name, why in unused.items() if name not in self._books.unexpected},
+            unexpected=self._books.unexpected,
+            unindexed=tuple(name for part in parts for name in part.checkpoint.unindexed),
+            checkpoint_bytes=sum(part.checkpoint.nbytes for part in parts),
+            needed_bytes=sum(plan.needed_bytes for plan in plans)
+            if traced
+            else sum(info.nbytes for part in parts for info in part.tensors),
+            fetched_bytes=sum(now.bytes_received - before.bytes_received for now, before in deltas)
+            - sum(part.header_bytes for part in parts),
+            over_read_bytes=sum(plan.over_read_bytes for plan in plans),
+            header_bytes=sum(part.header_bytes for part in parts),
+            requests=sum(now.requests - before.requests for now, before in deltas),
+            retries=sum(now.retries - before.retries for now, before in deltas),
+            resumed_bytes=sum(now.resumed_bytes - before.resumed_bytes for now, before in deltas),
+            casts=tuple(Cast(source, target, count) for (source, target), count in sorted(tracer.copies.casts.items())),
+            materialised=tuple(tracer.values.materialised),
+            peak_buffer_bytes=max(part.engine.peak_buffer_bytes for part in parts),
+            verified=self._books.verified,
+            times=self._times(),
+        )
+
+    def _is_loaded(self, name: str, tensor: torch.Tensor) -> bool:
+        return not tensor.is_meta and (name in self._books.loaded or self.tracer.copies.writes.reached(tensor))
+
+    def _times(self) -> LoadTimes:
+        engines = [part.engine for part in self._parts]
+        plan = sum(engine.times.plan for engine in engines)
+        fetch = sum(engine.times.fetch for engine in engines)
+        copy = sum(engine.times.copy for engine in engines)
+        first = [stamp for engine in engines if (stamp := engine.source.stats.first_byte_at) is not None]
+        total = time.monotonic() - self._began
+        return LoadTimes(
+            headers=self._books.headers_seconds,
+            trace=max(0.0, total - self._books.headers_seconds - plan - fetch - copy),
+            plan=plan,
+            first_byte=min(first) - self._began if first else None,
+            fetch=fetch,
+            copy=copy,
+            total=total,
+        )
+
+    def missing(self, report: LoadReport, names: Sequence[str]) -> MissingParametersError:
+        """Return the error for parameters that got no values, with the nearest tensors of the checkpoint."""
+        every = [info.name for part in self._parts for info in part.tensors]
+        unused = [name for name in every if name in report.ignored or name in report.unexpected]
+        near = {name: _nearest(name, unused or every) for name in names[:5]}
+        found = [f"{name} (nearest in the checkpoint: {other})" if other else name for name, other in near.items()]
+        return MissingParametersError(
+            f"{report.url} has no values for {len(names)} parameters: {shorten([*found, *names[5:]])}",
+            names=names,
+            hint="check that this checkpoint belongs to this model, or set strict=false",
+        )
+
+
+def _nearest(name: str, candidates: Sequence[str]) -> str | None:
+    """Find the most similar name, among those that end alike when there are any."""
+    alike = [other for other in candidates if other.rpartition(".")[2] == name.rpartition(".")[2]]
+    found = difflib.get_close_matches(name, (alike or candidates)[:2000], n=1, cutoff=0.4)
+    return found[0] if found else None

@@ -1,0 +1,62 @@
+"""A source whose listing is known already."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from streamer.errors import ObjectChangedError, ObjectNotFoundError
+from streamer.sources.base import ObjectInfo, Source
+from streamer.transport.stats import TransferStats
+
+__all__ = ["PinnedSource"]
+
+
+class PinnedSource:
+    """`source` as somebody listed it before, in another process perhaps, or part of it.
+
+    Nothing is listed again, so that all ranks of a load read the very same objects, whatever happens to
+    the prefix meanwhile: what was replaced since fails with `ObjectChangedError`.
+
+    Args:
+        source: closed with this one.
+        items: its objects, with their pins.
+    """
+
+    def __init__(self, source: Source, items: Sequence[ObjectInfo]) -> None:
+        self._source = source
+        self._items = {item.key: item for item in items}
+
+    @property
+    def url(self) -> str:
+        return self._source.url
+
+    @property
+    def stats(self) -> TransferStats:
+        return self._source.stats
+
+    def label(self, key: str) -> str:
+        return self._source.label(key)
+
+    async def list(self) -> Sequence[ObjectInfo]:
+        for item in self._items.values():
+            # One look at the store, for what only its answers tell: the region, whether we may read.
+            now = await self._source.stat(item.key)
+            if (now.size, now.pin) != (item.size, item.pin):
+                raise ObjectChangedError(
+                    "the object was replaced since the model was resolved",
+                    url=self.label(item.key),
+                    hint="start again, to load the new version everywhere",
+                )
+            break
+        return list(self._items.values())
+
+    async def stat(self, key: str) -> ObjectInfo:
+        if key not in self._items:
+            raise ObjectNotFoundError("it was not there when the model was resolved", url=self.label(key))
+        return self._items[key]
+
+    async def read_into(self, item: ObjectInfo, start: int, buffers: Sequence[memoryview]) -> None:
+        await self._source.read_into(item, start, buffers)
+
+    async def close(self) -> None:
+        await self._source.close()
