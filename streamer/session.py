@@ -142,10 +142,14 @@ class LoadSession:
         self._books.headers_seconds += time.monotonic() - began
         return part
 
-    def weights(self, part: OpenedPart) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors of `part`: lazy ones, or real ones in eager mode."""
-        if self.config.mode == "eager":
-            return iterate_tensors(part.engine, part.tensors, self._items)
+    def weights(self, part: OpenedPart, *, mode: str | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors of `part`: lazy ones, or real ones in eager mode.
+
+        Args:
+            mode: instead of the configuration's.
+        """
+        if (mode or self.config.mode) == "eager":
+            return iterate_tensors(part.engine, part.tensors, self._items, self._progress)
         return self._lazy_weights(part)
 
     def _lazy_weights(self, part: OpenedPart) -> Iterator[tuple[str, torch.Tensor]]:

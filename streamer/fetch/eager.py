@@ -17,7 +17,7 @@ import torch
 from streamer.checkpoint.checkpoint import TensorInfo
 from streamer.fetch.budget import ByteBudget
 from streamer.fetch.dtypes import torch_dtype, torch_shape
-from streamer.fetch.engine import FetchEngine, request_bytes_for
+from streamer.fetch.engine import FetchEngine, Progress, request_bytes_for
 from streamer.fetch.memory import bytes_of
 from streamer.sources.base import ObjectInfo, Source
 
@@ -43,7 +43,7 @@ class _Fetched:
 
 
 def iterate_tensors(
-    engine: FetchEngine, tensors: Sequence[TensorInfo], items: Sequence[ObjectInfo]
+    engine: FetchEngine, tensors: Sequence[TensorInfo], items: Sequence[ObjectInfo], progress: Progress | None = None
 ) -> Generator[tuple[str, torch.Tensor], None, None]:
     """Yield ``(name, tensor)`` for `tensors`, which must be in file and data order.
 
@@ -60,6 +60,7 @@ def iterate_tensors(
     def open_items() -> contextlib.AbstractAsyncContextManager[AsyncIterator[_Fetched]]:
         return _open_batches(engine.source, batches, budget, request_bytes, engine.config.concurrency)
 
+    arrived, total = 0, sum(batch.nbytes for batch in batches)
     with contextlib.closing(engine.loop.iterate(open_items)) as fetched:
         while True:
             began = time.perf_counter()
@@ -67,6 +68,9 @@ def iterate_tensors(
             engine.times.fetch += time.perf_counter() - began
             if arrival is None:
                 return
+            arrived += arrival.batch.nbytes
+            if progress is not None:
+                progress(arrived, total)
             # Popped, so that only the consumer holds what it was given.
             arrival.tensors.reverse()
             for info in arrival.batch.tensors:

@@ -1,0 +1,181 @@
+"""The model loader that vLLM gets for ``load_format="s3stream"``."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.logger import init_logger
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+from streamer.errors import ConfigError
+from streamer.fetch.dtypes import check_byte_order
+from streamer.report import LoadReport
+from streamer.session import LoadSession
+from vllm_s3stream.options import PluginOptions
+from vllm_s3stream.progress import byte_progress
+from vllm_s3stream.quantisation import complete_before_processing, finish_delayed_layers
+from vllm_s3stream.reports import write_report
+from vllm_s3stream.sharded import files_of_this_rank, fill_state_dict
+from vllm_s3stream.torchao import unflattened
+from vllm_s3stream.weights import Located, ShardFilter, locate
+
+__all__ = ["S3StreamLoader"]
+
+logger = init_logger("vllm.s3stream")  # below "vllm", whose handlers print it
+
+Weights = Iterable[tuple[str, torch.Tensor]]
+
+
+class S3StreamLoader(DefaultModelLoader):  # type: ignore[misc]  # no types of vLLM where this is checked
+    """vLLM's default loader with another source of tensors.
+
+    What the default loader does around its iterator is inherited, so that it is what the installed version
+    does: secondary weights, prefixes, filters, the check of unloaded parameters, the log lines.
+
+    Raises:
+        ConfigError: ``model_loader_extra_config`` has an unknown key or a wrong value.
+    """
+
+    def __init__(self, load_config: Any) -> None:
+        self._options = PluginOptions.parse(load_config.model_loader_extra_config or {})
+        own = {}
+        if self._options.enable_weights_track is not None:
+            own["enable_weights_track"] = self._options.enable_weights_track
+        # The parent refuses what it does not know, and downloads from the hub by its own format's rules.
+        super().__init__(dataclasses.replace(load_config, load_format="safetensors", model_loader_extra_config=own))
+        self._session: LoadSession | None = None
+        self._report: LoadReport | None = None
+
+    def download_model(self, model_config: Any) -> None:
+        """Bring weights from the hub to this machine; those behind URLs stay where they are."""
+        self._locate(model_config.model, model_config.revision)
+
+    def load_weights(self, model: nn.Module, model_config: Any) -> None:
+        """Load this rank's weights into `model`.
+
+        Raises:
+            CheckpointError, SourceError, LoadError: see `streamer.errors`.
+        """
+        check_byte_order()
+        # A loader may be used again, for a draft model.
+        self.counter_before_loading_weights = 0.0
+        stream = self._options.stream
+        with (
+            byte_progress(self.load_config.use_tqdm_on_load) as progress,
+            LoadSession(model, stream, progress=progress) as session,
+            self._use(session),
+            complete_before_processing(model, session.tracer.copies),
+        ):
+            if self._options.sharded:
+                self._load_sharded(session, model, model_config)
+            else:
+                super().load_weights(
+                    _Proxy(model, functools.partial(self._load_traced, session, model_config)), model_config
+                )
+        report = self._report
+        assert report is not None
+        logger.info("s3stream: %s", report.summary())
+        write_report(report, stream.report_dir)
+
+    def _load_traced(self, session: LoadSession, model_config: Any, weights: Weights) -> Any:
+        """Run the model's own ``load_weights``; vLLM's loader calls this in its place."""
+        model = session.model
+
+        def load() -> Any:
+            loaded = model.load_weights(weights)
+            finish_delayed_layers(model, model_config)
+            return loaded
+
+        loaded = session.run(load)
+        session.note(loaded=loaded or ())
+        self._report = session.report()
+        return loaded
+
+    def _load_sharded(self, session: LoadSession, model: nn.Module, model_config: Any) -> None:
+        began = time.perf_counter()
+        located = self._locate(model_config.model, model_config.revision)
+        files = files_of_this_rank(located, self._options.pattern)
+        part = session.open(located.source(self._options.stream), only=files)
+        fill = fill_state_dict(model)
+        session.run(lambda: fill(session.weights(part)))
+        self._report = session.report()
+        logger.info_once("Loading weights took %.2f seconds", time.perf_counter() - began)
+
+    @contextlib.contextmanager
+    def _use(self, session: LoadSession) -> Iterator[None]:
+        self._session = session
+        try:
+            yield
+        finally:
+            self._session = None
+
+    def _get_weights_iterator(self, source: Any) -> Generator[tuple[str, torch.Tensor], None, None]:
+        """Yield the tensors of one of vLLM's ``Source``: lazy during `load_weights`, else real ones."""
+        if self._session is not None:
+            yield from self._weights_in(self._session, source)
+            return
+        # vLLM reads weights without us when it reloads a model in place.
+        stream = self._options.stream.replace(mode="eager")
+        with LoadSession(None, stream) as session:
+            yield from self._weights_in(session, source)
+
+    def _weights_in(self, session: LoadSession, source: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        if self.counter_before_loading_weights == 0.0:
+            self.counter_before_loading_weights = time.perf_counter()
+        located = self._locate(source.model_or_path, source.revision, source.subfolder)
+        keep = ShardFilter(
+            located.folder,
+            is_unused=getattr(source, "is_unused_weight", None),
+            encoder_only_prefixes=getattr(self, "_encoder_only_lm_prefixes", None),
+            weights_mapper=getattr(self, "_encoder_only_weights_mapper", None),
+            local_expert_ids=getattr(self, "local_expert_ids", None),
+        )
+        only = located.matching(source.allow_patterns_overrides)
+        part = session.open(located.source(self._options.stream), only=only, prefix=source.prefix, keep=keep)
+        if self.load_config.safetensors_load_strategy == "torchao":
+            return unflattened(session, part)
+        return session.weights(part)
+
+    def _locate(self, model: str, revision: str | None, subfolder: str | None = None) -> Located:
+        located = locate(model, revision, subfolder, self._options.stream, self._from_hub)
+        return located.without(self.load_config.ignore_patterns)
+
+    def _from_hub(self, name: str, revision: str | None, subfolder: str | None) -> tuple[str, list[str]]:
+        """Have vLLM download a repository; return its folder and the files to read."""
+        folder, files, is_safetensors, *_ = self._prepare_weights(name, subfolder, revision, False, None)
+        if not is_safetensors:
+            raise ConfigError(f"{name} has no safetensors files", hint="use vLLM's default load format for it")
+        return folder, files
+
+    def track_weights_loading(self, model: nn.Module, loaded_weights: set[str] | None, **options: Any) -> None:
+        """Let vLLM decide which parameters are missing; say which tensors come nearest.
+
+        Raises:
+            MissingParametersError: some got no values that had to.
+        """
+        try:
+            super().track_weights_loading(model, loaded_weights, **options)
+        except ValueError as error:
+            if self._session is None or self._report is None or not self._options.stream.strict:
+                raise
+            loaded = loaded_weights or set()
+            names = sorted(name for name, _ in model.named_parameters() if name not in loaded)
+            raise self._session.missing(self._report, names) from error
+
+
+class _Proxy:
+    """The model as vLLM's loader sees it, its ``load_weights`` run under the trace."""
+
+    def __init__(self, model: nn.Module, load_weights: Callable[[Weights], Any]) -> None:
+        self._model = model
+        self.load_weights = load_weights
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)

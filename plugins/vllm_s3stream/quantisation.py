@@ -1,0 +1,76 @@
+"""Online quantisation: layers that are quantised as soon as they are loaded, in the middle of a load.
+
+vLLM buffers a layer's weights until all have been seen, then gives the layer memory, runs its loaders and
+quantises it (``vllm/model_executor/model_loader/reload/layerwise.py``). The buffered weights are lazy
+tensors, the copies out of them are recorded, and the quantiser may be a kernel that the trace cannot see.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from streamer.trace.copies import Copies
+from streamer.trace.lazy import LazyTensor
+
+__all__ = ["complete_before_processing", "finish_delayed_layers"]
+
+
+@contextlib.contextmanager
+def complete_before_processing(model: nn.Module, copies: Copies) -> Iterator[None]:
+    """Fetch all of a layer's bytes in one go right before vLLM quantises it.
+
+    The quantisation methods of this model, and nobody else's, do so while the context lasts.
+    """
+    wrapped: dict[int, Any] = {}
+    for method in _online_methods(model):
+        if id(method) not in wrapped:
+            wrapped[id(method)] = method
+            method.process_weights_after_loading = _completing(method.process_weights_after_loading, copies)
+    try:
+        yield
+    finally:
+        for method in wrapped.values():
+            del method.process_weights_after_loading  # the class's own shows again
+
+
+def _completing(process: Any, copies: Copies) -> Any:
+    @functools.wraps(process)
+    def process_weights_after_loading(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        copies.complete_touching([*layer.parameters(), *layer.buffers()])
+        return process(layer, *args, **kwargs)
+
+    return process_weights_after_loading
+
+
+def _online_methods(model: nn.Module) -> Iterator[Any]:
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if getattr(method, "uses_meta_device", False):
+            yield method
+
+
+def finish_delayed_layers(model: nn.Module, model_config: Any) -> None:
+    """Have vLLM process layers that still wait, when their buffered weights are ours to fetch.
+
+    Layers with padding never count as complete, and attention layers wait for all others. vLLM processes them
+    after ``load_weights``, when the load is over and lazy tensors have no source any more. It does so again
+    then, and finds nothing left to do.
+    """
+    if not any(True for _ in _online_methods(model)):
+        return
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_processing
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    waiting = (
+        value
+        for module in model.modules()
+        for _, bound in get_layerwise_info(module).loaded_weights
+        for value in (*bound.args, *bound.kwargs.values())
+    )
+    if any(isinstance(value, LazyTensor) for value in waiting):
+        finalize_layerwise_processing(model, model_config)
