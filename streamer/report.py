@@ -88,6 +88,7 @@ class LoadReport:
         over_read_bytes: gaps and covering rows read on purpose.
         header_bytes: received for listing-time reads.
         requests: ranged reads, headers and retries included.
+        copies: out of lazy tensors into parameters; 0 in eager mode.
         resumed_bytes: delivered by tries that failed later, and not fetched again.
         peak_buffer_bytes: of staging memory; in eager mode the budget bounds what is fetched ahead.
         verified: what was read again and compared, when `verify` is on.
@@ -108,6 +109,7 @@ class LoadReport:
     requests: int
     retries: int
     resumed_bytes: int
+    copies: int
     casts: tuple[Cast, ...]
     materialised: tuple[ForcedRead, ...]
     peak_buffer_bytes: int

@@ -238,6 +238,7 @@ class LoadSession:
             requests=sum(now.requests - before.requests for now, before in deltas),
             retries=sum(now.retries - before.retries for now, before in deltas),
             resumed_bytes=sum(now.resumed_bytes - before.resumed_bytes for now, before in deltas),
+            copies=tracer.copies.recorded,
             casts=tuple(Cast(source, target, count) for (source, target), count in sorted(tracer.copies.casts.items())),
             materialised=tuple(tracer.values.materialised),
             peak_buffer_bytes=max(part.engine.peak_buffer_bytes for part in parts),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,14 @@ from tests.servers.object_server import ObjectServer
 from tests.servers.seaweed import SeaweedServer, start_seaweed
 
 ACCESS_KEY, SECRET_KEY = "AKIDEXAMPLE", "SECRETEXAMPLE"
+
+
+# Without vLLM in this environment, its tests are not collected; CI has a second one, in which they are.
+collect_ignore = [] if importlib.util.find_spec("vllm") else ["vllm"]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--census", help="file to which tests/vllm/test_census.py writes its table")
 
 
 @pytest.fixture(autouse=True)

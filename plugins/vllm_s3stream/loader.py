@@ -51,7 +51,8 @@ class S3StreamLoader(DefaultModelLoader):  # type: ignore[misc]  # no types of v
         # The parent refuses what it does not know, and downloads from the hub by its own format's rules.
         super().__init__(dataclasses.replace(load_config, load_format="safetensors", model_loader_extra_config=own))
         self._session: LoadSession | None = None
-        self._report: LoadReport | None = None
+        self.report: LoadReport | None = None
+        """Of the last load."""
 
     def download_model(self, model_config: Any) -> None:
         """Bring weights from the hub to this machine; those behind URLs stay where they are."""
@@ -79,7 +80,7 @@ class S3StreamLoader(DefaultModelLoader):  # type: ignore[misc]  # no types of v
                 super().load_weights(
                     _Proxy(model, functools.partial(self._load_traced, session, model_config)), model_config
                 )
-        report = self._report
+        report = self.report
         assert report is not None
         logger.info("s3stream: %s", report.summary())
         write_report(report, stream.report_dir)
@@ -95,7 +96,7 @@ class S3StreamLoader(DefaultModelLoader):  # type: ignore[misc]  # no types of v
 
         loaded = session.run(load)
         session.note(loaded=loaded or ())
-        self._report = session.report()
+        self.report = session.report()
         return loaded
 
     def _load_sharded(self, session: LoadSession, model: nn.Module, model_config: Any) -> None:
@@ -105,7 +106,7 @@ class S3StreamLoader(DefaultModelLoader):  # type: ignore[misc]  # no types of v
         part = session.open(located.source(self._options.stream), only=files)
         fill = fill_state_dict(model)
         session.run(lambda: fill(session.weights(part)))
-        self._report = session.report()
+        self.report = session.report()
         logger.info_once("Loading weights took %.2f seconds", time.perf_counter() - began)
 
     @contextlib.contextmanager
@@ -163,11 +164,11 @@ class S3StreamLoader(DefaultModelLoader):  # type: ignore[misc]  # no types of v
         try:
             super().track_weights_loading(model, loaded_weights, **options)
         except ValueError as error:
-            if self._session is None or self._report is None or not self._options.stream.strict:
+            if self._session is None or self.report is None or not self._options.stream.strict:
                 raise
             loaded = loaded_weights or set()
             names = sorted(name for name, _ in model.named_parameters() if name not in loaded)
-            raise self._session.missing(self._report, names) from error
+            raise self._session.missing(self.report, names) from error
 
 
 class _Proxy:

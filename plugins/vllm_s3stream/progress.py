@@ -43,7 +43,9 @@ class _Bar:
         if self._bar is None:
             from tqdm.auto import tqdm
 
-            self._bar = tqdm(desc="Loading weights", unit="B", unit_scale=True, total=total, mininterval=2, bar_format=self._format)
+            self._bar = tqdm(
+                desc="Loading weights", unit="B", unit_scale=True, total=total, mininterval=2, bar_format=self._format
+            )
         self._bar.total = self._before + total
         self._bar.update(self._before + arrived - self._bar.n)
 

@@ -42,6 +42,7 @@ class Copies:
     """Decides which copies wait, and completes them.
 
     Attributes:
+        recorded: how many copies into the model there were.
         pending: recorded and not carried out; no two of them write the same byte.
         planned: in a dry run, what would have been carried out.
         completed: what was carried out, when `keep_completed` asks for it.
@@ -68,6 +69,7 @@ class Copies:
         self._keep_completed = keep_completed
         self.pending = PendingCopies()
         self.completed: list[Completed] = []
+        self.recorded = 0
         self.planned: list[Pending] = []
         self.casts: Counter[tuple[str, str]] = Counter()
         self.superseded: dict[str, str] = {}
@@ -87,6 +89,7 @@ class Copies:
                 destination.copy_(value)
             return destination
         serial = self.writes.note(destination)
+        self.recorded += 1
         if destination.dtype != source.dtype:
             self.casts[str(source.dtype), str(destination.dtype)] += 1
         if not destination.numel():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from streamer.plan.geometry import View
+from streamer.plan.geometry import View, disjoint
 from streamer.trace.lazy import view_of
 from streamer.trace.pending import storage_key
 
@@ -12,33 +12,30 @@ __all__ = ["WriteLog"]
 
 
 class WriteLog:
-    """Byte intervals, by storage, that something was written to or will be, and when."""
+    """Which bytes of which storage something was written to or will be, and in what order."""
 
     def __init__(self) -> None:
-        self._intervals: dict[int, list[tuple[int, int, int]]] = {}
+        self._writes: dict[int, list[tuple[View, int]]] = {}
         self._count = 0
 
     def note(self, tensor: torch.Tensor) -> int:
         """Remember that `tensor`'s bytes get values; return a number that grows with every call."""
         window = view_of(tensor)
-        intervals = self._intervals.setdefault(storage_key(tensor), [])
-        if intervals and intervals[-1][:2] == (window.offset, window.end):
-            intervals.pop()
+        writes = self._writes.setdefault(storage_key(tensor), [])
+        if writes and writes[-1][0] == window:
+            writes.pop()
         self._count += 1
-        intervals.append((window.offset, window.end, self._count))
+        writes.append((window, self._count))
         return self._count
 
     def since(self, key: int, window: View, serial: int) -> bool:
         """Whether bytes of `window` in storage `key` were written to after the write numbered `serial`."""
-        return any(
-            number > serial and start < window.end and window.offset < end
-            for start, end, number in self._intervals.get(key, ())
-        )
+        return any(number > serial and not disjoint(other, window) for other, number in self._writes.get(key, ()))
 
     def reached(self, tensor: torch.Tensor) -> bool:
         """Whether anything was written to bytes of `tensor`; an empty tensor needs nothing."""
         window = view_of(tensor)
         if window.offset == window.end:
             return True
-        intervals = self._intervals.get(storage_key(tensor), ())
-        return any(start < window.end and window.offset < end for start, end, _ in intervals)
+        writes = self._writes.get(storage_key(tensor), ())
+        return any(other.offset < window.end and window.offset < other.end for other, _ in writes)
