@@ -21,7 +21,7 @@ from streamer.fetch.engine import FetchEngine, Progress
 from streamer.fetch.fill import CopyJob
 from streamer.fetch.headers import OpenedCheckpoint
 from streamer.plan.plan import Plan
-from streamer.report import Cast, LoadReport, LoadTimes
+from streamer.report import Cast, LoadReport, LoadTimes, Verified
 from streamer.sources.base import ObjectInfo, Source
 from streamer.trace.barrier import tracing
 from streamer.trace.leaks import refuse_leaks
@@ -66,7 +66,8 @@ class _Books:
     headers_seconds: float = 0.0
     loaded: frozenset[str] = frozenset()
     unexpected: tuple[str, ...] = ()
-    verified: Any = None
+    verified: Verified | None = None
+    verified_bytes: int = 0
 
 
 class LoadSession:
@@ -171,8 +172,13 @@ class LoadSession:
             self.tracer.copies.complete_all()
         refuse_leaks(self.model)
         if self.config.verify:
+            received = self._received()
             self._books.verified = verify_copies(self.tracer, self.model, self._read)
+            self._books.verified_bytes = self._received() - received
         return result
+
+    def _received(self) -> int:
+        return sum(part.engine.source.stats.bytes_received - part.before.bytes_received for part in self._parts)
 
     def _part_of(self, file: int) -> OpenedPart:
         return self._parts[bisect_right(self._parts, file, key=lambda part: part.first_file) - 1]
@@ -231,8 +237,7 @@ class LoadSession:
             needed_bytes=sum(plan.needed_bytes for plan in plans)
             if traced
             else sum(info.nbytes for part in parts for info in part.tensors),
-            fetched_bytes=sum(now.bytes_received - before.bytes_received for now, before in deltas)
-            - sum(part.header_bytes for part in parts),
+            fetched_bytes=self._received() - self._books.verified_bytes - sum(part.header_bytes for part in parts),
             over_read_bytes=sum(plan.over_read_bytes for plan in plans),
             header_bytes=sum(part.header_bytes for part in parts),
             requests=sum(now.requests - before.requests for now, before in deltas),

@@ -164,11 +164,14 @@ class S3StreamLoader(DefaultModelLoader):  # type: ignore[misc]  # no types of v
         try:
             super().track_weights_loading(model, loaded_weights, **options)
         except ValueError as error:
-            if self._session is None or self.report is None or not self._options.stream.strict:
+            if self._session is None or self.report is None:
                 raise
             loaded = loaded_weights or set()
             names = sorted(name for name, _ in model.named_parameters() if name not in loaded)
-            raise self._session.missing(self.report, names) from error
+            missing = self._session.missing(self.report, names)
+            if self._options.stream.strict:
+                raise missing from error
+            logger.warning("s3stream: %s", missing.message)
 
 
 class _Proxy:

@@ -42,22 +42,17 @@ class Located:
     keys: tuple[str, ...]
 
     def without(self, patterns: Sequence[str] | str) -> Located:
-        """Leave out files by ``ignore_patterns``, which mean what they mean to the hub's client.
+        """Leave out remote files by ``ignore_patterns``, which mean what they mean to the hub's client.
 
         That is, shell patterns against the whole path, a trailing slash standing for a folder's contents
-        (``huggingface_hub.utils.filter_repo_objects``).
+        (``huggingface_hub.utils.filter_repo_objects``). vLLM takes local folders as they are.
         """
-        listed = [patterns] if isinstance(patterns, str) else list(patterns)
-        listed = [pattern + "*" if pattern.endswith("/") else pattern for pattern in listed]
-
-        def stays(key: str) -> bool:
-            return not any(fnmatch.fnmatch(key, pattern) for pattern in listed)
-
-        if all(stays(key) for key in self.keys):
+        if self.items is None:
             return self
-        keys = tuple(key for key in self.keys if stays(key))
-        items = None if self.items is None else tuple(item for item in self.items if stays(item.key))
-        return Located(self.url, self.folder, items, keys)
+        listed = [patterns] if isinstance(patterns, str) else patterns
+        listed = [pattern + "*" if pattern.endswith("/") else pattern for pattern in listed]
+        stay = tuple(item for item in self.items if not any(fnmatch.fnmatch(item.key, pattern) for pattern in listed))
+        return Located(self.url, self.folder, stay, tuple(item.key for item in stay))
 
     def matching(self, patterns: Sequence[str] | None) -> list[str]:
         """Return the files that the first pattern with any matches names; empty when there are no patterns.

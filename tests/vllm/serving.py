@@ -1,0 +1,522 @@
+"""Runs the real engine in processes of its own: engines made on request, and ``vllm serve``.
+
+This file is also the script that makes the engines. It is run by its path, so it imports nothing of the tests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+__all__ = [
+    "MAX_TOKENS",
+    "PROMPTS",
+    "Answer",
+    "EngineFailedError",
+    "EngineHost",
+    "ProcessTree",
+    "Server",
+    "engine_environment",
+    "loose_shared_memory",
+    "make_adapter",
+    "make_llama",
+    "make_tokenizer",
+    "read_reports",
+    "upload",
+    "wait_until",
+]
+
+PROMPTS = ["w3 w4 w5", "w100 w20"]
+MAX_TOKENS = 8
+VOCABULARY = 256
+
+_START_SECONDS = 180.0
+_STOP_SECONDS = 60.0
+#: Marks every process of one run, for children may leave their parent's process group and session.
+_MARK = "VLLM_S3STREAM_TEST_RUN"
+
+# -- checkpoints ---------------------------------------------------------------------------------------
+
+
+def make_llama(
+    folder: Path, *, seed: int, layers: int = 2, embeddings: Literal["untied", "tied", "tied-with-head"] = "untied"
+) -> Path:
+    """Write a tiny Llama of random weights, in several files, without a tokenizer.
+
+    Args:
+        embeddings: ``tied-with-head`` says that the embeddings are tied and has another ``lm_head`` nevertheless.
+    """
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=256,
+        tie_word_embeddings=embeddings == "tied",
+        bos_token_id=1,
+        eos_token_id=2,
+        dtype="float32",
+        initializer_range=0.3,  # wide enough that the likeliest token wins by far more than rounding
+    )
+    LlamaForCausalLM(config).save_pretrained(folder, max_shard_size="300KB")
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    if embeddings == "tied-with-head":
+        # Transformers would leave the head out.
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "tie_word_embeddings": True}))
+    return folder
+
+
+def make_tokenizer(folder: Path, *, shift: int = 0) -> Path:
+    """Write a tokenizer of whole words, in which ``w10`` is token ``10 + shift``."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = range(3, VOCABULARY)
+    numbers = {f"w{word}": 3 + (word - 3 + shift) % len(words) for word in words}
+    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "<s>": 1, "</s>": 2, **numbers}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    ).save_pretrained(folder)
+    return folder
+
+
+def make_adapter(folder: Path, model: Path) -> Path:
+    """Write a LoRA adapter of random weights for a model of `make_llama`, as PEFT does."""
+    import torch
+    from safetensors.torch import save_file
+
+    config = json.loads((model / "config.json").read_text())
+    hidden, rank, modules = config["hidden_size"], 8, ["q_proj", "v_proj"]
+    outputs = {"q_proj": hidden, "v_proj": hidden // config["num_attention_heads"] * config["num_key_value_heads"]}
+    generator = torch.Generator().manual_seed(5)
+    tensors = {}
+    for layer in range(config["num_hidden_layers"]):
+        for module in modules:
+            name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
+            tensors[f"{name}.lora_A.weight"] = torch.randn(rank, hidden, generator=generator)
+            tensors[f"{name}.lora_B.weight"] = torch.randn(outputs[module], rank, generator=generator)
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(
+        json.dumps(
+            {
+                "peft_type": "LORA",
+                "task_type": "CAUSAL_LM",
+                "r": rank,
+                "lora_alpha": rank,
+                "lora_dropout": 0.0,
+                "bias": "none",
+                "target_modules": modules,
+                "base_model_name_or_path": "tiny",
+            }
+        )
+    )
+    return folder
+
+
+def upload(client: Any, folder: Path, bucket: str, prefix: str) -> str:
+    """Put the files of `folder` below `prefix`; return the URL.
+
+    Args:
+        client: boto3's.
+    """
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and "__pycache__" not in path.parts:
+            client.upload_file(str(path), bucket, f"{prefix}/{path.relative_to(folder).as_posix()}")
+    return f"s3://{bucket}/{prefix}"
+
+
+def read_reports(folder: Path) -> list[dict[str, Any]]:
+    """Return the reports that ranks wrote to `folder`, by rank."""
+    return sorted((json.loads(path.read_text()) for path in folder.glob("*.json")), key=lambda report: report["rank"])
+
+
+# -- processes -----------------------------------------------------------------------------------------
+
+
+def wait_until(condition: Callable[[], object], seconds: float) -> bool:
+    """Look at `condition` until it holds; return whether it did in time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def engine_environment(
+    scratch: Path, *, access_key: str, secret_key: str, endpoint_url: str | None, **more: str
+) -> dict[str, str]:
+    """Return what an engine's process sees: the store, none of the developer's options, no hub.
+
+    Args:
+        scratch: for caches; engines that share it start faster.
+        endpoint_url: None leaves it to ``model_loader_extra_config``.
+        more: variables that only some engines get.
+    """
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("AWS_", "S3STREAM_", "VLLM_")) and not name.lower().endswith("_proxy")
+    }
+    paths = [str(_named_vllm(scratch)), *filter(None, [os.environ.get("PYTHONPATH")])]
+    store = {} if endpoint_url is None else {"AWS_ENDPOINT_URL": endpoint_url, "AWS_REGION": "us-east-1"}
+    return {
+        **inherited,
+        **store,
+        "AWS_ACCESS_KEY_ID": access_key,
+        "AWS_SECRET_ACCESS_KEY": secret_key,
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "AWS_CONFIG_FILE": str(scratch / "no-config"),
+        "AWS_SHARED_CREDENTIALS_FILE": str(scratch / "no-credentials"),
+        "S3STREAM_CACHE_DIR": str(scratch / "s3stream"),
+        "VLLM_CACHE_ROOT": str(scratch / "vllm"),
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HOME": str(scratch / "hub"),
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join(paths),
+        **more,
+    }
+
+
+def _named_vllm(scratch: Path) -> Path:
+    """Return a folder that lets the package ``vllm-cpu`` pass for ``vllm``, by which its command line knows itself."""
+    folder = scratch / "named-vllm"
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        importlib.metadata.version("vllm")
+        return folder
+    # "+cpu" tells vLLM which kernels it was built with.
+    version = importlib.metadata.version("vllm-cpu").removesuffix("+cpu") + "+cpu"
+    metadata = folder / f"vllm-{version}.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True, exist_ok=True)
+    metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+    return folder
+
+
+def two_ranks() -> dict[str, str]:
+    """Return the variables that give each of two ranks one core."""
+    cores = sorted(os.sched_getaffinity(0))
+    return {"VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[min(1, len(cores) - 1)]}"}
+
+
+class ProcessTree:
+    """A process and everything that comes of it; a context manager that leaves none of it running."""
+
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], log: Path, *, pass_fds: Sequence[int] = ()
+    ) -> None:
+        self._mark = f"{_MARK}={uuid.uuid4().hex}"
+        self._log = log
+        name, _, value = self._mark.partition("=")
+        with log.open("wb") as file:
+            self.process = subprocess.Popen(
+                command,
+                cwd=log.parent,
+                env={**environment, name: value},
+                stdin=subprocess.PIPE,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                pass_fds=pass_fds,
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> ProcessTree:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # One that is killed cannot end its children, and those may be starting others.
+        while self.alive():
+            for pid in self.alive():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(0.1)
+        self.process.wait()
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+
+    def output(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def wait(self, seconds: float) -> int:
+        """Return the exit status of the first process."""
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(f"still running after {seconds} s:\n{self.output()[-5000:]}") from None
+
+    def alive(self) -> list[int]:
+        """Return all processes of this run that have not ended."""
+        mark = self._mark.encode()
+        return [pid for pid in _processes() if mark in _read(pid, "environ").split(b"\0")]
+
+    def shared_memory(self) -> set[str]:
+        """Return the shared memory that these processes use, by name."""
+        return set().union(*(_mapped(pid) for pid in self.alive()))
+
+
+def loose_shared_memory() -> set[str]:
+    """Return the names of shared memory that no process uses, which only a reboot would free."""
+    names = set(os.listdir("/dev/shm"))
+    return names.difference(*(_mapped(pid) for pid in _processes()))
+
+
+def _processes() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def _read(pid: int, what: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/{what}").read_bytes()
+    except OSError:  # it has ended, or is not ours to look at
+        return b""
+
+
+def _mapped(pid: int) -> set[str]:
+    lines = _read(pid, "maps").decode(errors="replace").splitlines()
+    return {line.partition("/dev/shm/")[2] for line in lines if "/dev/shm/" in line}
+
+
+# -- engines on request --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What an engine said.
+
+    Attributes:
+        served_as: its model's name to clients.
+        folder: what it took for its model's folder.
+        prompts: token ids of `PROMPTS`.
+        tokens: generated from each, one list per adapter asked for.
+        embeddings: of each text.
+    """
+
+    served_as: str
+    folder: Path
+    prompts: list[list[int]] = dataclasses.field(default_factory=list)
+    tokens: list[list[list[int]]] = dataclasses.field(default_factory=list)
+    embeddings: list[list[float]] = dataclasses.field(default_factory=list)
+
+
+class EngineFailedError(Exception):
+    """The engine raised, or its process ended; with the traceback or the end of the output."""
+
+
+class EngineHost:
+    """A process that makes an engine per request, and ends it when it has answered; a context manager.
+
+    Importing vLLM takes most of an engine's start, so engines share a process where that makes no difference.
+
+    Args:
+        in_process: run the model in that process too. Otherwise vLLM starts others, as it does by default.
+    """
+
+    def __init__(self, environment: Mapping[str, str], log: Path, *, in_process: bool) -> None:
+        self._results, results = os.pipe()
+        self._received = b""
+        command = [sys.executable, "-P", __file__, str(results)]  # -P: what lies beside this file is not to be imported
+        mode = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if in_process else {}
+        self._backend = {"distributed_executor_backend": "uni"} if in_process else {}
+        try:
+            self.tree = ProcessTree(command, {**environment, **mode}, log, pass_fds=[results])
+        finally:
+            os.close(results)
+
+    def __enter__(self) -> EngineHost:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.tree.__exit__()
+        os.close(self._results)
+
+    def generate(self, model: str | Path, *, adapters: Sequence[str | None] = (None,), **engine: Any) -> Answer:
+        """Continue `PROMPTS` greedily, once with each adapter.
+
+        Raises:
+            EngineFailedError: it did not come to that.
+        """
+        return self._ask({"engine": {"model": str(model), **self._backend, **engine}, "adapters": adapters})
+
+    def embed(self, model: str | Path, texts: Sequence[str], **engine: Any) -> Answer:
+        """Embed `texts`.
+
+        Raises:
+            EngineFailedError: it did not come to that.
+        """
+        options = {"model": str(model), "runner": "pooling", **self._backend, **engine}
+        return self._ask({"engine": options, "texts": texts})
+
+    def close(self) -> int:
+        """Let the process end; return its exit status."""
+        assert self.tree.process.stdin is not None
+        self.tree.process.stdin.close()
+        return self.tree.wait(_STOP_SECONDS)
+
+    def _ask(self, job: Mapping[str, Any]) -> Answer:
+        stdin = self.tree.process.stdin
+        assert stdin is not None
+        stdin.write(json.dumps(job).encode() + b"\n")
+        stdin.flush()
+        result = json.loads(self._line())
+        if "error" in result:
+            raise EngineFailedError(result["error"])
+        return Answer(**{**result, "folder": Path(result["folder"])})
+
+    def _line(self) -> bytes:
+        deadline = time.monotonic() + _START_SECONDS
+        while b"\n" not in self._received:
+            ready, _, _ = select.select([self._results], [], [], max(0.0, deadline - time.monotonic()))
+            more = os.read(self._results, 1 << 16) if ready else b""
+            if not more:
+                what = "the process ended" if ready else f"no answer in {_START_SECONDS} s"
+                raise EngineFailedError(f"{what}:\n{self.tree.output()[-5000:]}")
+            self._received += more
+        line, _, self._received = self._received.partition(b"\n")
+        return line
+
+
+def _answer(job: Mapping[str, Any]) -> dict[str, Any]:
+    from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    llm = LLM(**{"enforce_eager": True, "max_model_len": 64, "dtype": "float32", **job["engine"]})
+    try:
+        config = llm.llm_engine.model_config
+        answer: dict[str, Any] = {"served_as": config.served_model_name, "folder": config.model}
+        if "texts" in job:
+            answer["embeddings"] = [list(found.outputs.embedding) for found in llm.embed(job["texts"], use_tqdm=False)]
+            return answer
+        answer["tokens"] = []
+        sampling = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
+        for number, adapter in enumerate(job["adapters"], start=1):
+            lora = LoRARequest(f"adapter-{number}", number, adapter) if adapter else None
+            found = llm.generate(PROMPTS, sampling, lora_request=lora, use_tqdm=False)
+            answer["prompts"] = [list(each.prompt_token_ids) for each in found]
+            answer["tokens"].append([list(each.outputs[0].token_ids) for each in found])
+        return answer
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+
+
+def _answer_all(results: int) -> None:
+    with os.fdopen(results, "w") as file:
+        for line in sys.stdin:
+            try:
+                answer = _answer(json.loads(line))
+            except Exception:
+                answer = {"error": traceback.format_exc()}
+            print(json.dumps(answer), file=file, flush=True)
+
+
+# -- vllm serve ----------------------------------------------------------------------------------------
+
+
+class Server:
+    """``vllm serve``; a context manager.
+
+    Args:
+        arguments: of the command line, behind the model.
+    """
+
+    def __init__(self, model: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, "--load-format", "s3stream"]
+        command += ["--host", "127.0.0.1", "--port", str(port)]
+        command += ["--enforce-eager", "--max-model-len", "64", "--dtype", "float32", *arguments]
+        self.tree = ProcessTree(command, environment, log)
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.tree.__exit__()
+
+    def wait_until_healthy(self) -> None:
+        """Wait for ``/health``.
+
+        Raises:
+            EngineFailedError: the server ended or did not start in time.
+        """
+
+        def settled() -> bool:
+            return self.tree.process.poll() is not None or self._is_healthy()
+
+        if not wait_until(settled, _START_SECONDS) or self.tree.process.poll() is not None:
+            raise EngineFailedError(f"vllm serve did not start:\n{self.tree.output()[-5000:]}")
+
+    def _is_healthy(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as response:
+                return bool(response.status == 200)
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def get(self, path: str) -> Any:
+        with urllib.request.urlopen(self.url + path, timeout=60) as response:
+            return json.load(response)
+
+    def complete(self, model: str) -> list[list[int]]:
+        """Continue `PROMPTS` greedily; return the tokens."""
+        body = {
+            "model": model,
+            "prompt": PROMPTS,
+            "temperature": 0,
+            "max_tokens": MAX_TOKENS,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        request = urllib.request.Request(
+            f"{self.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as response:
+            choices = sorted(json.load(response)["choices"], key=lambda choice: int(choice["index"]))
+        return [choice["token_ids"] for choice in choices]
+
+    def terminate(self) -> int:
+        """Ask the server to end, as a supervisor does; return its exit status."""
+        self.tree.process.send_signal(signal.SIGTERM)
+        return self.tree.wait(_STOP_SECONDS)
+
+
+@contextmanager
+def nothing_left_of(tree: ProcessTree) -> Iterator[None]:
+    """Check that the processes end with the context, all of them, and leave no shared memory."""
+    before = loose_shared_memory()
+    yield
+    # What the first process started may outlive it for a moment.
+    assert wait_until(lambda: not tree.alive(), _STOP_SECONDS), f"left running: {tree.alive()}\n{tree.output()[-5000:]}"
+    assert wait_until(lambda: loose_shared_memory() <= before, 5.0), loose_shared_memory() - before
+
+
+if __name__ == "__main__":
+    _answer_all(int(sys.argv[1]))
