@@ -78,7 +78,7 @@ def dry_run(target: RankModel, checkpoint: Checkpoint, config: StreamConfig) -> 
             tracer.copies.complete_all()
     finally:
         tracer.close()
-    views = [leaf for copy in tracer.copies.planned for leaf in leaves_of([copy.source])]
+    views = leaves_of([copy.source for copy in tracer.copies.planned])  # each once, as a load computes them together
     demands = [_demand(lazy) for lazy in (*views, *tracer.values.would_read)]
     names = _parameter_names(target.model)
     return DryRun(

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from streamer.engines import ParallelLayout, RankModel
 from streamer.errors import CheckpointError, ConfigError, UnsupportedCheckpointError
+from vllm_s3stream.gates import kernels_not_needed
 from vllm_s3stream.parallel import pretend, set_layout
 
 __all__ = ["VllmEngine"]
@@ -39,7 +40,7 @@ class VllmEngine:
         from vllm.model_executor.model_loader.utils import initialize_model
 
         vllm_config = _configure(folder, layout, rank)
-        with _as_rank(vllm_config, layout, rank), _MetaParameters():
+        with _as_rank(vllm_config, layout, rank), kernels_not_needed(), _MetaParameters():
             model = initialize_model(vllm_config=vllm_config, model_config=vllm_config.model_config)
 
         def load_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> Any:

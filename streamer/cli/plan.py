@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,52 +51,58 @@ class Question:
         return list(range(ranks)) if self.rank is None else [self.rank]
 
 
-@dataclass(frozen=True, slots=True)
-class _Traced:
-    checkpoint: Checkpoint
-    ranks: dict[int, DryRun]
-
-
-def _trace(question: Question, config: StreamConfig, output: Output, ranks: list[int]) -> _Traced:
-    engine = find_engine(question.engine)
+def _read_headers(question: Question, config: StreamConfig, output: Output) -> Checkpoint:
     root, only = split_file(question.url)
     with FetchEngine(open_source(root, config), config) as fetch, output.progress("reading headers") as progress:
-        checkpoint = fetch.open_checkpoint(only=[only] if only else [], progress=progress).checkpoint
-    folder = metadata_folder(root, config)
-    traced = {}
+        return fetch.open_checkpoint(only=[only] if only else [], progress=progress).checkpoint
+
+
+def _trace(
+    question: Question, checkpoint: Checkpoint, config: StreamConfig, output: Output, ranks: Sequence[int]
+) -> Iterator[tuple[int, DryRun]]:
+    """Trace one rank after the other; of a large model, one rank's plan alone is hundreds of megabytes."""
+    engine = find_engine(question.engine)
+    folder = metadata_folder(split_file(question.url)[0], config)
     with output.progress("tracing ranks") as progress:
         for number, rank in enumerate(ranks):
-            traced[rank] = dry_run(engine.build(folder, question.layout, rank), checkpoint, config)
+            yield rank, dry_run(engine.build(folder, question.layout, rank), checkpoint, config)
             progress(number + 1, len(ranks))
-    return _Traced(checkpoint, traced)
 
 
 def run_plan(question: Question, config: StreamConfig, output: Output) -> None:
     """Print the plan of all ranks, or of one; the node's total always counts all of them."""
     shown = question.shown()
-    traced = _trace(question, config, output, list(range(question.layout.ranks)))
-    node_bytes = sum(run.plan.fetch_bytes for run in traced.ranks.values())
-    node_requests = sum(len(run.plan.requests) for run in traced.ranks.values())
+    checkpoint = _read_headers(question, config, output)
+    layout = question.layout
+    node_bytes = node_requests = 0
+    ranks: list[dict[str, Any]] = []
+    materialised: list[dict[str, Any]] = []
+    ignored: list[dict[str, Any]] = []
+    for rank, run in _trace(question, checkpoint, config, output, range(layout.ranks)):
+        node_bytes += run.plan.fetch_bytes
+        node_requests += len(run.plan.requests)
+        if rank not in shown:
+            continue
+        ranks.append(_rank_document(rank, run))
+        materialised += [
+            {"rank": rank, "operation": read.operation, "tensors": list(read.tensors), "bytes": read.nbytes}
+            for read in run.materialised
+        ]
+        ignored += [{"rank": rank, "name": name, "reason": reason} for name, reason in run.ignored.items()]
     document = {
         "engine": question.engine,
-        "url": traced.checkpoint.url,
-        "tp": question.layout.tensor,
-        "checkpoint_bytes": traced.checkpoint.nbytes,
+        "url": checkpoint.url,
+        "tp": layout.tensor,
+        "pp": layout.pipeline,
+        "ep": layout.experts,
+        "checkpoint_bytes": checkpoint.nbytes,
         "node_bytes": node_bytes,
         "node_requests": node_requests,
         "request_cost_dollars": round(node_requests * _DOLLARS_PER_REQUEST, 6),
-        "ranks": [_rank_document(number, traced.ranks[number]) for number in shown],
+        "ranks": ranks,
         "floor_seconds": {f"{gbit}_gbit": round(node_bytes * 8 / (gbit * 1e9), 3) for gbit in _LINKS_GBIT},
-        "materialised": [
-            {"rank": number, "operation": read.operation, "tensors": list(read.tensors), "bytes": read.nbytes}
-            for number in shown
-            for read in traced.ranks[number].materialised
-        ],
-        "ignored": [
-            {"rank": number, "name": name, "reason": reason}
-            for number in shown
-            for name, reason in traced.ranks[number].ignored.items()
-        ],
+        "materialised": materialised,
+        "ignored": ignored,
     }
     output.result(document, lambda console: _show_plan(document, console))
 
@@ -114,7 +121,8 @@ def _rank_document(rank: int, run: DryRun) -> dict[str, Any]:
 
 
 def _show_plan(document: dict[str, Any], console: Console) -> None:
-    console.print(f"{document['url']} on {document['tp']} ranks of the {document['engine']} engine", markup=False)
+    count = document["tp"] * document["pp"]
+    console.print(f"{document['url']} on {count} ranks of the {document['engine']} engine", markup=False)
     table = Table("rank", "needs", "fetches", "of it over-read", "strided", "requests", box=None)
     for row in document["ranks"]:
         table.add_row(
@@ -145,32 +153,35 @@ def _show_plan(document: dict[str, Any], console: Console) -> None:
 
 def run_explain(question: Question, name: str, config: StreamConfig, output: Output) -> None:
     """Print where the bytes of one tensor go."""
-    traced = _trace(question, config, output, question.shown())
-    info = traced.checkpoint.tensors.get(name)
+    checkpoint = _read_headers(question, config, output)
+    info = checkpoint.tensors.get(name)
     if info is None:
-        near = difflib.get_close_matches(name, traced.checkpoint.tensors, n=1)
+        near = difflib.get_close_matches(name, checkpoint.tensors, n=1)
         hint = f"did you mean {near[0]}?" if near else "`s3stream inspect` shows what there is"
-        raise ConfigError(f"{traced.checkpoint.url} has no tensor {name!r}", hint=hint)
-    copies = [
-        {
-            "rank": number,
-            "parameter": copy.parameter,
-            "source": copy.source,
-            "destination": copy.destination,
-            "bytes": copy.nbytes,
-            "computed": copy.computed,
-            "text": _sentence(copy, info),
-        }
-        for number, run in traced.ranks.items()
-        for copy in run.copies
-        if copy.tensor == name
-    ]
-    unused = {str(number): run.ignored[name] for number, run in traced.ranks.items() if name in run.ignored}
+        raise ConfigError(f"{checkpoint.url} has no tensor {name!r}", hint=hint)
+    copies: list[dict[str, Any]] = []
+    unused: dict[str, str] = {}
+    for rank, run in _trace(question, checkpoint, config, output, question.shown()):
+        copies += [
+            {
+                "rank": rank,
+                "parameter": copy.parameter,
+                "source": copy.source,
+                "destination": copy.destination,
+                "bytes": copy.nbytes,
+                "computed": copy.computed,
+                "text": _sentence(copy, info),
+            }
+            for copy in run.copies
+            if copy.tensor == name
+        ]
+        if name in run.ignored:
+            unused[str(rank)] = run.ignored[name]
     document = {
         "name": name,
         "dtype": info.dtype,
         "shape": list(info.shape),
-        "file": traced.checkpoint.files[info.file].key,
+        "file": checkpoint.files[info.file].key,
         "start": info.start,
         "end": info.end,
         "copies": copies,

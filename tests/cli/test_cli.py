@@ -16,6 +16,7 @@ import pytest
 from streamer.cli.exit_codes import EXIT_CODES
 from tests.files import entry, raw_file
 from tests.servers.object_server import Fault, ObjectServer, error_response
+from tests.sparse import LLAMA_3_70B, llama_3_70b, write_sparse
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -33,57 +34,11 @@ def run_json(*arguments: str, **environ: str) -> dict[str, Any]:
     return document
 
 
-def llama_names(layers: int, hidden: int, wide: int, kv: int, vocabulary: int) -> list[tuple[str, list[int]]]:
-    found = [("model.embed_tokens.weight", [vocabulary, hidden])]
-    for number in range(layers):
-        layer = f"model.layers.{number}."
-        found += [
-            (layer + "input_layernorm.weight", [hidden]),
-            (layer + "mlp.down_proj.weight", [hidden, wide]),
-            (layer + "mlp.gate_proj.weight", [wide, hidden]),
-            (layer + "mlp.up_proj.weight", [wide, hidden]),
-            (layer + "post_attention_layernorm.weight", [hidden]),
-            (layer + "self_attn.k_proj.weight", [kv, hidden]),
-            (layer + "self_attn.o_proj.weight", [hidden, hidden]),
-            (layer + "self_attn.q_proj.weight", [hidden, hidden]),
-            (layer + "self_attn.v_proj.weight", [kv, hidden]),
-        ]
-    return [*found, ("model.norm.weight", [hidden]), ("lm_head.weight", [vocabulary, hidden])]
-
-
 @pytest.fixture(scope="module")
 def llama_70b(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Sparse files with the headers of Llama-3-70B: 723 tensors, 141 GB of holes."""
     folder = tmp_path_factory.mktemp("llama-70b")
-    shards: list[dict[str, Any]] = [{}]
-    position = 0
-    for name, shape in llama_names(80, 8192, 28672, 1024, 128256):
-        nbytes = 2 * shape[0] * (shape[1] if len(shape) > 1 else 1)
-        if position + nbytes > 4_600_000_000:
-            shards.append({})
-            position = 0
-        shards[-1][name] = entry("BF16", shape, position, position + nbytes)
-        position += nbytes
-    weight_map = {}
-    for number, header in enumerate(shards):
-        file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
-        weight_map.update(dict.fromkeys(header, file))
-        head = raw_file(header)
-        (folder / file).write_bytes(head)
-        os.truncate(folder / file, len(head) + max(item["data_offsets"][1] for item in header.values()))
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    config = {
-        "model_type": "llama",
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-    }
-    (folder / "config.json").write_text(json.dumps(config))
+    write_sparse(folder, llama_3_70b(), LLAMA_3_70B)
     return folder
 
 
@@ -122,7 +77,7 @@ def test_explain_of_an_unknown_tensor_names_the_nearest(llama_70b: Path) -> None
 def test_plan_for_people(llama_70b: Path) -> None:
     text = run("plan", str(llama_70b), "--tp", "8").stdout
     assert "17.64 GB" in text
-    assert re.search(r"the node fetches 477.61 GB, 3.38 times the checkpoint's 141.11 GB", text)
+    assert re.search(r"the node fetches 477.60 GB, 3.38 times the checkpoint's 141.11 GB", text)
 
 
 def test_inspect(server: ObjectServer) -> None:

@@ -19,7 +19,6 @@ import time
 import traceback
 import urllib.error
 import urllib.request
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,7 +38,9 @@ __all__ = [
     "make_adapter",
     "make_llama",
     "make_tokenizer",
+    "nothing_left_of",
     "read_reports",
+    "two_ranks",
     "upload",
     "wait_until",
 ]
@@ -50,8 +51,8 @@ VOCABULARY = 256
 
 _START_SECONDS = 180.0
 _STOP_SECONDS = 60.0
-#: Marks every process of one run, for children may leave their parent's process group and session.
-_MARK = "VLLM_S3STREAM_TEST_RUN"
+#: In the names of what vLLM's collectives on CPU keep in shared memory.
+_COLLECTIVES = "-cpushm_"
 
 # -- checkpoints ---------------------------------------------------------------------------------------
 
@@ -100,9 +101,8 @@ def make_tokenizer(folder: Path, *, shift: int = 0) -> Path:
     numbers = {f"w{word}": 3 + (word - 3 + shift) % len(words) for word in words}
     tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "<s>": 1, "</s>": 2, **numbers}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
-    ).save_pretrained(folder)
+    kind: Any = PreTrainedTokenizerFast
+    kind(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>").save_pretrained(folder)
     return folder
 
 
@@ -227,19 +227,27 @@ def two_ranks() -> dict[str, str]:
 
 
 class ProcessTree:
-    """A process and everything that comes of it; a context manager that leaves none of it running."""
+    """A process and everything that comes of it; a context manager that leaves none of it running.
+
+    Its processes are told by their working directory: they may leave their parent's session, and those of vLLM
+    write their titles over their environment.
+
+    Args:
+        log: gets what they print.
+        pass_fds: as for ``subprocess.Popen``.
+    """
 
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], log: Path, *, pass_fds: Sequence[int] = ()
     ) -> None:
-        self._mark = f"{_MARK}={uuid.uuid4().hex}"
         self._log = log
-        name, _, value = self._mark.partition("=")
+        self._folder = log.with_suffix(".run").resolve()
+        self._folder.mkdir()
         with log.open("wb") as file:
             self.process = subprocess.Popen(
                 command,
-                cwd=log.parent,
-                env={**environment, name: value},
+                cwd=self._folder,
+                env=dict(environment),
                 stdin=subprocess.PIPE,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -251,6 +259,8 @@ class ProcessTree:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.process.terminate()  # which lets it free its shared memory
+        wait_until(lambda: not self.alive(), _STOP_SECONDS)
         # One that is killed cannot end its children, and those may be starting others.
         while self.alive():
             for pid in self.alive():
@@ -274,8 +284,7 @@ class ProcessTree:
 
     def alive(self) -> list[int]:
         """Return all processes of this run that have not ended."""
-        mark = self._mark.encode()
-        return [pid for pid in _processes() if mark in _read(pid, "environ").split(b"\0")]
+        return [pid for pid in _processes() if _working_directory(pid) == str(self._folder)]
 
     def shared_memory(self) -> set[str]:
         """Return the shared memory that these processes use, by name."""
@@ -292,16 +301,32 @@ def _processes() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
-def _read(pid: int, what: str) -> bytes:
+def _working_directory(pid: int) -> str:
     try:
-        return Path(f"/proc/{pid}/{what}").read_bytes()
+        return os.readlink(f"/proc/{pid}/cwd")
     except OSError:  # it has ended, or is not ours to look at
-        return b""
+        return ""
 
 
 def _mapped(pid: int) -> set[str]:
-    lines = _read(pid, "maps").decode(errors="replace").splitlines()
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
+    except OSError:  # likewise
+        return set()
     return {line.partition("/dev/shm/")[2] for line in lines if "/dev/shm/" in line}
+
+
+@contextmanager
+def nothing_left_of(tree: ProcessTree) -> Iterator[None]:
+    """Check that the processes end with the context, all of them, and leave no shared memory."""
+    before = loose_shared_memory()
+    yield
+    # What the first process started may outlive it for a moment.
+    assert wait_until(lambda: not tree.alive(), _STOP_SECONDS), f"left running: {tree.alive()}\n{tree.output()[-5000:]}"
+    for name in loose_shared_memory() - before:
+        if _COLLECTIVES in name:  # vLLM leaves these behind when it is terminated, whatever loaded its weights
+            os.unlink(f"/dev/shm/{name}")
+    assert wait_until(lambda: loose_shared_memory() <= before, 5.0), loose_shared_memory() - before
 
 
 # -- engines on request --------------------------------------------------------------------------------
@@ -506,16 +531,6 @@ class Server:
         """Ask the server to end, as a supervisor does; return its exit status."""
         self.tree.process.send_signal(signal.SIGTERM)
         return self.tree.wait(_STOP_SECONDS)
-
-
-@contextmanager
-def nothing_left_of(tree: ProcessTree) -> Iterator[None]:
-    """Check that the processes end with the context, all of them, and leave no shared memory."""
-    before = loose_shared_memory()
-    yield
-    # What the first process started may outlive it for a moment.
-    assert wait_until(lambda: not tree.alive(), _STOP_SECONDS), f"left running: {tree.alive()}\n{tree.output()[-5000:]}"
-    assert wait_until(lambda: loose_shared_memory() <= before, 5.0), loose_shared_memory() - before
 
 
 if __name__ == "__main__":
