@@ -84,10 +84,28 @@ def test_imports_point_one_way() -> None:
     assert not wrong
 
 
+def test_the_library_knows_no_plugin() -> None:
+    wrong = [path.name for path in (ROOT / "streamer").rglob("*.py") if "_s3stream" in path.read_text()]
+    assert not wrong
+
+
+def test_plugins_import_their_host_in_functions() -> None:
+    """All but the loader itself, which is a subclass of the host's and is imported when it is registered."""
+    for path in sorted((ROOT / "plugins" / "vllm_s3stream").rglob("*.py")):
+        if path.name == "loader.py":
+            continue
+        for node in ast.parse(path.read_text()).body:
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            assert not any(name.partition(".")[0] == "vllm" for name in names), path
+
+
 def test_modules_are_small() -> None:
     long = {
         str(path.relative_to(ROOT)): lines
-        for path in (ROOT / "streamer").rglob("*.py")
+        for package in ("streamer", "plugins")
+        for path in (ROOT / package).rglob("*.py")
         if (lines := len(path.read_text().splitlines())) > 350
     }
     assert not long

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from streamer.plan.geometry import View, disjoint
 from streamer.trace.lazy import view_of
-from streamer.trace.pending import storage_key
+from streamer.trace.pending import storage_key, storage_of
 
 __all__ = ["WriteLog"]
 
@@ -16,12 +17,18 @@ class WriteLog:
 
     def __init__(self) -> None:
         self._writes: dict[int, list[tuple[View, int]]] = {}
+        # While a weak reference exists, no other storage gets the key of one that was freed.
+        self._seen: dict[int, StorageWeakRef] = {}
         self._count = 0
 
     def note(self, tensor: torch.Tensor) -> int:
         """Remember that `tensor`'s bytes get values; return a number that grows with every call."""
         window = view_of(tensor)
-        writes = self._writes.setdefault(storage_key(tensor), [])
+        key = storage_key(tensor)
+        writes = self._writes.get(key)
+        if writes is None:
+            writes = self._writes[key] = []
+            self._seen[key] = StorageWeakRef(storage_of(tensor))  # type: ignore[no-untyped-call]
         if writes and writes[-1][0] == window:
             writes.pop()
         self._count += 1

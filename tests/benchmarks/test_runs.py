@@ -34,3 +34,17 @@ def test_readme_quotes_the_raw_results() -> None:
     memory = json.loads((RESULTS / "memory.json").read_text())
     for row, found in memory["rows"].items():
         assert f"| {row} | {found['peak_extra_bytes'] / (1 << 20):.0f} |" in readme
+
+
+def test_readme_quotes_the_census() -> None:
+    lines = (ROOT / "tests" / "vllm" / "results" / "census.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    loaded = {row["case"] for row in rows if row["equal"] is not None}
+    left_out = {row["case"] for row in rows if row["equal"] is None}
+    assert all(row["equal"] for row in rows if row["case"] in loaded)
+    assert len(rows) == 2 * len(loaded) + len(left_out)
+    assert all(row["reason"] for row in rows if row["case"] in left_out)
+    readme = (ROOT / "README.md").read_text()
+    assert f"Of [{len(loaded) + len(left_out)} checkpoints]" in readme
+    assert f"{len(loaded)} end with every parameter" in readme
+    assert f"the other {len(left_out)} are those" in readme

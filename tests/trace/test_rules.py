@@ -544,3 +544,20 @@ def test_a_model_that_is_no_module() -> None:
     assert model.total == sum(float(tensor.sum()) for tensor in STATE.values())
     with pytest.raises(LoadError, match="no torch.nn.Module"):
         streamer.load(object(), source_of(STATE))
+
+
+def test_memory_that_is_used_again_does_not_count_as_written() -> None:
+    """A parameter may lie where a freed temporary lay; what was written to that is not the parameter's."""
+    from streamer.trace.pending import storage_key
+    from streamer.trace.writes import WriteLog
+
+    log = WriteLog()
+    keys = set()
+    for _ in range(50):
+        temporary = torch.zeros(8)
+        log.note(temporary)
+        keys.add(storage_key(temporary))
+        del temporary
+        parameter = torch.zeros(8)
+        assert storage_key(parameter) not in keys
+        assert not log.reached(parameter)

@@ -77,18 +77,24 @@ def make_llama(
         num_key_value_heads=2,
         vocab_size=VOCABULARY,
         max_position_embeddings=256,
-        tie_word_embeddings=embeddings == "tied",
+        tie_word_embeddings=False,
         bos_token_id=1,
         eos_token_id=2,
         dtype="float32",
         initializer_range=0.3,  # wide enough that the likeliest token wins by far more than rounding
     )
-    LlamaForCausalLM(config).save_pretrained(folder, max_shard_size="300KB")
+    model = LlamaForCausalLM(config)
+    if embeddings == "tied":
+        model.config.tie_word_embeddings = True
+        model.tie_weights()
+    model.save_pretrained(folder, max_shard_size="300KB")
     assert len(list(folder.glob("*.safetensors"))) > 2
     if embeddings == "tied-with-head":
-        # Transformers would leave the head out.
+        # Transformers would have left the head out.
         path = folder / "config.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), "tie_word_embeddings": True}))
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert ("lm_head.weight" in index["weight_map"]) == (embeddings != "tied")
     return folder
 
 

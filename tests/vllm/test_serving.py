@@ -208,10 +208,13 @@ def test_revision_and_tokenizer_of_other_folders(host: EngineHost, from_disk: An
     assert not list(answer.folder.rglob("*.safetensors"))
 
 
-@pytest.mark.parametrize("name", ["tied", "tied-with-head"])
-def test_tied_embeddings(name: str, host: EngineHost, checkpoints: Checkpoints) -> None:
-    expected = host.generate(checkpoints.folder(name))
-    assert host.generate(checkpoints.url(name), load_format="s3stream").tokens == expected.tokens
+def test_tied_embeddings(host: EngineHost, checkpoints: Checkpoints) -> None:
+    """Without a head, and with one that is not the embeddings: what vLLM does with it on disk, it does here."""
+    expected = {}
+    for name in ("tied", "tied-with-head"):
+        expected[name] = host.generate(checkpoints.folder(name)).tokens
+        assert host.generate(checkpoints.url(name), load_format="s3stream").tokens == expected[name]
+    print("DIFFER", expected["tied"] != expected["tied-with-head"])
 
 
 def test_embedding_model(host: EngineHost, checkpoints: Checkpoints) -> None:
@@ -284,12 +287,15 @@ def shard_of(checkpoints: Checkpoints, tensor: str) -> str:
 def test_one_of_two_ranks_cannot_read(
     failing: ObjectServer, scratch: Path, checkpoints: Checkpoints, tmp_path: Path
 ) -> None:
-    """Only the last stage wants the head: the other is done loading, and must not wait for ever."""
+    """Only the last stage wants the head; the other is done loading then, and must not wait for ever."""
     shard = shard_of(checkpoints, "lm_head.weight")
 
     def refuse_weights(request: Request, response: Response) -> Response | None:
-        header = request.headers.get("range", "").startswith("bytes=0-")
-        return None if header else error_response(500, "InternalError", "disk on fire")
+        if request.headers.get("range", "").startswith("bytes=0-"):
+            return None  # the header
+        refused = error_response(500, "InternalError", "disk on fire")
+        refused.delay_seconds = 2.0  # the other rank is done by then
+        return refused
 
     failing.faults = [Fault(refuse_weights, key=shard, times=None)]
     variables = environment(
