@@ -15,7 +15,7 @@ def register() -> None:
     """Add the load format, and let vLLM accept URLs with it. May be called any number of times."""
     from vllm.model_executor import model_loader
 
-    from vllm_s3stream.patches import adapters, engine_args, headers
+    from vllm_s3stream.patches import adapters, engine_args, folders
     from vllm_s3stream.versions import warn_if_untested
 
     registered = getattr(model_loader, "_LOAD_FORMAT_TO_MODEL_LOADER", {})
@@ -24,5 +24,5 @@ def register() -> None:
 
         warn_if_untested()
         model_loader.register_model_loader(LOAD_FORMAT)(S3StreamLoader)
-    for patch in (engine_args, headers, adapters):
+    for patch in (engine_args, folders, adapters):
         patch.install()

@@ -130,7 +130,8 @@ class S3StreamLoader(DefaultModelLoader):  # type: ignore[misc]  # no types of v
     def _weights_in(self, session: LoadSession, source: Any) -> Iterator[tuple[str, torch.Tensor]]:
         if self.counter_before_loading_weights == 0.0:
             self.counter_before_loading_weights = time.perf_counter()
-        located = self._locate(source.model_or_path, source.revision, source.subfolder)
+        patterns = source.allow_patterns_overrides
+        located = self._locate(source.model_or_path, source.revision, source.subfolder, patterns)
         keep = ShardFilter(
             located.folder,
             is_unused=getattr(source, "is_unused_weight", None),
@@ -138,19 +139,24 @@ class S3StreamLoader(DefaultModelLoader):  # type: ignore[misc]  # no types of v
             weights_mapper=getattr(self, "_encoder_only_weights_mapper", None),
             local_expert_ids=getattr(self, "local_expert_ids", None),
         )
-        only = located.matching(source.allow_patterns_overrides)
+        only = located.chosen(patterns)
         part = session.open(located.source(self._options.stream), only=only, prefix=source.prefix, keep=keep)
         if self.load_config.safetensors_load_strategy == "torchao":
             return unflattened(session, part)
         return session.weights(part)
 
-    def _locate(self, model: str, revision: str | None, subfolder: str | None = None) -> Located:
-        located = locate(model, revision, subfolder, self._options.stream, self._from_hub)
+    def _locate(
+        self, model: str, revision: str | None, subfolder: str | None = None, patterns: list[str] | None = None
+    ) -> Located:
+        from_hub = functools.partial(self._from_hub, patterns=patterns)
+        located = locate(model, revision, subfolder, self._options.stream, from_hub)
         return located.without(self.load_config.ignore_patterns)
 
-    def _from_hub(self, name: str, revision: str | None, subfolder: str | None) -> tuple[str, list[str]]:
+    def _from_hub(
+        self, name: str, revision: str | None, subfolder: str | None, *, patterns: list[str] | None
+    ) -> tuple[str, list[str]]:
         """Have vLLM download a repository; return its folder and the files to read."""
-        folder, files, is_safetensors, *_ = self._prepare_weights(name, subfolder, revision, False, None)
+        folder, files, is_safetensors, *_ = self._prepare_weights(name, subfolder, revision, False, patterns)
         if not is_safetensors:
             raise ConfigError(f"{name} has no safetensors files", hint="use vLLM's default load format for it")
         return folder, files

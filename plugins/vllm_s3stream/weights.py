@@ -54,15 +54,23 @@ class Located:
         stay = tuple(item for item in self.items if not any(fnmatch.fnmatch(item.key, pattern) for pattern in listed))
         return Located(self.url, self.folder, stay, tuple(item.key for item in stay))
 
-    def matching(self, patterns: Sequence[str] | None) -> list[str]:
-        """Return the files that the first pattern with any matches names; empty when there are no patterns.
+    def chosen(self, patterns: Sequence[str] | None) -> list[str]:
+        """Return the files to load, if the model or the format leaves no choice; else nothing.
+
+        Mistral's own format (``params.json`` beside ``consolidated*.safetensors``) has names of its own, which
+        vLLM's models expect when that is the configuration that they were built from.
+
+        Args:
+            patterns: the model's ``allow_patterns_overrides``; the first with any matches counts.
 
         Raises:
             CheckpointError: no pattern matches.
             UnsupportedCheckpointError: what matches is not safetensors.
         """
         if patterns is None:
-            return []
+            patterns = ["consolidated*.safetensors"]
+            if "params.json" not in self.keys or not fnmatch.filter(self.keys, patterns[0]):
+                return []
         for pattern in patterns:
             expression = re.compile(_translate(pattern))
             found = sorted(key for key in self.keys if expression.fullmatch(key))

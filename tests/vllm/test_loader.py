@@ -223,6 +223,22 @@ def test_adapters_are_brought_here_whole(store: ObjectServer, tmp_path: Path) ->
     assert worker_manager.get_adapter_absolute_path(str(tmp_path)) == str(tmp_path)
 
 
+def test_mistral_format_is_recognised_from_names_alone(store: ObjectServer, checkpoint: Get, tmp_path: Path) -> None:
+    from vllm.transformers_utils.repo_utils import is_mistral_model_repo
+
+    files = {"consolidated.safetensors": state("theirs"), "model.safetensors": state("ours")}
+    folder = write(tmp_path / "m", files)
+    (folder / "config.json").write_bytes((checkpoint("llama")[1] / "config.json").read_bytes())
+    for params, seen in ((False, {"ours"}), (True, {"theirs"})):
+        if params:
+            (folder / "params.json").write_text("{}")
+        store.put_folder("models", "org/m/", folder)
+        pulled = Path(engine_config(URL, config_format="hf").model_config.model)
+        assert is_mistral_model_repo(str(pulled))
+        for path in (pulled, folder):
+            assert set(seen_by(Collector(), build(path, checkpoint("llama")[0], tensor=1, rank=0))) == seen
+
+
 # -- sources, filters, checks -------------------------------------------------------------------------------
 
 
