@@ -24,6 +24,7 @@ from vllm_s3stream.quantisation import complete_before_processing, finish_delaye
 from vllm_s3stream.reports import write_report
 from vllm_s3stream.sharded import files_of_this_rank, fill_state_dict
 from vllm_s3stream.torchao import unflattened
+from vllm_s3stream.versions import require
 from vllm_s3stream.weights import Located, ShardFilter, locate
 
 __all__ = ["S3StreamLoader"]
@@ -41,9 +42,11 @@ class S3StreamLoader(DefaultModelLoader):  # type: ignore[misc]  # no types of v
 
     Raises:
         ConfigError: ``model_loader_extra_config`` has an unknown key or a wrong value.
+        MissingDependencyError: this vLLM is not built as those that we know.
     """
 
     def __init__(self, load_config: Any) -> None:
+        require(DefaultModelLoader, "_get_weights_iterator", "_prepare_weights", "track_weights_loading")
         self._options = PluginOptions.parse(load_config.model_loader_extra_config or {})
         own = {}
         if self._options.enable_weights_track is not None:

@@ -19,7 +19,8 @@ def byte_progress(wanted: bool) -> Iterator[Progress | None]:
     """
     from vllm.model_executor.model_loader import weight_utils
 
-    if not weight_utils.enable_tqdm(wanted):
+    enabled = getattr(weight_utils, "enable_tqdm", bool)
+    if not enabled(wanted):
         yield None
         return
     bar = _Bar(getattr(weight_utils, "_BAR_FORMAT", None))

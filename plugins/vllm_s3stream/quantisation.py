@@ -16,6 +16,7 @@ from torch import nn
 
 from streamer.trace.copies import Copies
 from streamer.trace.lazy import LazyTensor
+from vllm_s3stream.versions import require
 
 __all__ = ["complete_before_processing", "finish_delayed_layers"]
 
@@ -63,14 +64,15 @@ def finish_delayed_layers(model: nn.Module, model_config: Any) -> None:
     """
     if not any(True for _ in _online_methods(model)):
         return
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_processing
-    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+    from vllm.model_executor.model_loader import reload
 
+    require(reload, "finalize_layerwise_processing", "layerwise")
+    require(reload.layerwise, "get_layerwise_info")
     waiting = (
         value
         for module in model.modules()
-        for _, bound in get_layerwise_info(module).loaded_weights
+        for _, bound in reload.layerwise.get_layerwise_info(module).loaded_weights
         for value in (*bound.args, *bound.kwargs.values())
     )
     if any(isinstance(value, LazyTensor) for value in waiting):
-        finalize_layerwise_processing(model, model_config)
+        reload.finalize_layerwise_processing(model, model_config)

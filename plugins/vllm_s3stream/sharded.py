@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from streamer.errors import ConfigError, IncompleteCheckpointError, LoadError, shorten
+from vllm_s3stream.versions import require
 from vllm_s3stream.weights import Located
 
 __all__ = ["ShardPattern", "files_of_this_rank", "fill_state_dict"]
@@ -101,6 +102,7 @@ def state_dict_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the tensors that ``save_sharded_state`` writes: of those that share memory, one."""
     from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader as Theirs
 
+    require(Theirs, "_filter_subtensors")
     state: dict[str, torch.Tensor] = Theirs._filter_subtensors(model.state_dict())
     return state
 

@@ -18,6 +18,7 @@ from streamer.errors import (
     CheckpointError,
     ConfigError,
     IncompleteCheckpointError,
+    MissingDependencyError,
     MissingParametersError,
     ObjectChangedError,
     UnsupportedCheckpointError,
@@ -106,6 +107,14 @@ def test_untested_versions_are_tried_with_a_warning(
     warn_if_untested()
     logger.removeHandler(caplog.handler)
     assert bool(caplog.records) == warned
+
+
+def test_a_vllm_that_is_built_otherwise_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    monkeypatch.delattr(DefaultModelLoader, "_prepare_weights")
+    with pytest.raises(MissingDependencyError, match=r"has no _prepare_weights .*tested with vLLM 0\.28 to 0\.32"):
+        loader_for()
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ def install() -> None:
     from vllm.engine import arg_utils
 
     for name in ("create_engine_config", "create_model_config"):
-        original = getattr(arg_utils.EngineArgs, name)
-        if not hasattr(original, "__s3stream__"):
+        original = getattr(arg_utils.EngineArgs, name, None)
+        if original is not None and not hasattr(original, "__s3stream__"):
             setattr(arg_utils.EngineArgs, name, _resolving(original))
     # With HF_HUB_OFFLINE, names that are no object storage are looked up in the hub's cache before we are asked.
     known = getattr(arg_utils, "is_cloud_storage", None)
