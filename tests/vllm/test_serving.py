@@ -19,7 +19,7 @@ from tests.test_minilm import SENTENCES, checkpoint_folder
 from tests.vllm import serving
 from tests.vllm.serving import Answer, EngineHost, Server
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+pytestmark = pytest.mark.skipif(not serving.has_cpu_engine(), reason="there is no vLLM for CPU")
 
 BUCKET = "serving"
 FAIL_SECONDS = 120.0
@@ -175,6 +175,7 @@ def test_served_from_a_url(
         scratch,
         request.getfixturevalue(where),
         S3STREAM_REPORT_DIR=str(tmp_path / "reports"),
+        HF_HUB_OFFLINE="0",  # as users have it: nothing of a URL is looked up at the hub
         **(serving.two_ranks() if ranks > 1 else {}),
     )
     url = checkpoints.url("tiny")
@@ -209,12 +210,10 @@ def test_revision_and_tokenizer_of_other_folders(host: EngineHost, from_disk: An
 
 
 def test_tied_embeddings(host: EngineHost, checkpoints: Checkpoints) -> None:
-    """Without a head, and with one that is not the embeddings: what vLLM does with it on disk, it does here."""
-    expected = {}
+    """Without a head, and with one that is not the embeddings, which newer versions of vLLM use."""
     for name in ("tied", "tied-with-head"):
-        expected[name] = host.generate(checkpoints.folder(name)).tokens
-        assert host.generate(checkpoints.url(name), load_format="s3stream").tokens == expected[name]
-    print("DIFFER", expected["tied"] != expected["tied-with-head"])
+        expected = host.generate(checkpoints.folder(name))
+        assert host.generate(checkpoints.url(name), load_format="s3stream").tokens == expected.tokens, name
 
 
 def test_embedding_model(host: EngineHost, checkpoints: Checkpoints) -> None:
@@ -256,7 +255,7 @@ def test_draft_model_at_a_url(host: EngineHost, from_disk: Answer, checkpoints: 
 def fail(model: str, arguments: list[str], variables: dict[str, str], tmp_path: Path) -> str:
     """Start a server that cannot come up; check that it goes away entirely, and return what it printed."""
     with Server(model, arguments, variables, tmp_path / "log") as server, serving.nothing_left_of(server.tree):
-        assert server.tree.wait(FAIL_SECONDS) not in (0, -9), server.tree.output()
+        assert server.tree.wait(FAIL_SECONDS) > 0, server.tree.output()
     return server.tree.output()
 
 

@@ -1,0 +1,214 @@
+"""URLs that go through fsspec: changes are noticed after the fact, messages hold no secret, chains work."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import uuid
+import zipfile
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import safetensors.torch
+import torch
+
+import streamer
+from streamer.config import StreamConfig
+from streamer.errors import (
+    AccessDeniedError,
+    MissingDependencyError,
+    ObjectChangedError,
+    SourceUnavailableError,
+)
+from streamer.sources import open_source
+from streamer.sources.fsspec_source import FsspecSource
+from tests.servers.object_server import ObjectServer
+
+QUICK = StreamConfig(retry_attempts=3, retry_first_wait_seconds=0.001)
+BODY = safetensors.torch.save({"a": torch.arange(1000.0), "b": torch.ones(3, 4)})
+
+
+@pytest.fixture
+def memory() -> Iterator[tuple[Any, str]]:
+    """The filesystem and a folder in it."""
+    filesystem, folder = fsspec.filesystem("memory"), f"/{uuid.uuid4().hex}"
+    filesystem.pipe({f"{folder}/model.safetensors": BODY, f"{folder}/config.json": b"{}"})
+    yield filesystem, folder
+    filesystem.rm(folder, recursive=True)
+
+
+def use(source: FsspecSource, work: Callable[[FsspecSource], Awaitable[Any]]) -> Any:
+    async def run() -> Any:
+        try:
+            return await work(source)
+        finally:
+            await source.close()
+
+    return asyncio.run(run())
+
+
+def source_for(url: str) -> FsspecSource:
+    source = open_source(url, QUICK)
+    assert isinstance(source, FsspecSource)
+    return source
+
+
+def test_loads_from_a_filesystem(memory: tuple[Any, str]) -> None:
+    tensors = dict(streamer.iterate(f"memory:/{memory[1]}"))
+    assert torch.equal(tensors["a"], torch.arange(1000.0))
+
+
+def test_loads_out_of_a_chain(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "m.zip", "w") as archive:
+        archive.writestr("model.safetensors", BODY)
+    tensors = dict(streamer.iterate(f"zip://::file://{tmp_path}/m.zip"))
+    assert torch.equal(tensors["b"], torch.ones(3, 4))
+
+
+def test_loads_a_file_over_http() -> None:
+    with ObjectServer() as server:
+        server.put("models", "m/model.safetensors", BODY)
+        tensors = dict(streamer.iterate(f"{server.url}/models/m/model.safetensors"))
+        assert torch.equal(tensors["a"], torch.arange(1000.0))
+        assert all(end - start < len(BODY) + 1 for _, start, end in server.counters.ranges)
+
+
+@pytest.mark.parametrize("while_reading", [False, True])
+def test_a_replaced_object_is_noticed(memory: tuple[Any, str], while_reading: bool) -> None:
+    filesystem, folder = memory
+
+    async def work(source: FsspecSource) -> None:
+        items = {item.key: item for item in await source.list()}
+        buffer = bytearray(100)
+        await source.read_into(items["model.safetensors"], 0, [memoryview(buffer)])
+        assert buffer == BODY[:100]
+        if while_reading:
+            plain = source._filesystem.cat_file
+
+            def then_replaced(*args: Any, **kwargs: Any) -> bytes:
+                read: bytes = plain(*args, **kwargs)
+                filesystem.pipe(f"{folder}/model.safetensors", bytes(len(BODY)))
+                return read
+
+            source._filesystem.cat_file = then_replaced
+        else:
+            filesystem.pipe(f"{folder}/model.safetensors", bytes(len(BODY)))
+        buffer = bytearray(100)
+        with pytest.raises(ObjectChangedError, match=r"model\.safetensors bytes 50-149: the object changed"):
+            await source.read_into(items["model.safetensors"], 50, [memoryview(buffer)])
+        assert buffer == bytes(100)
+        filesystem.rm(f"{folder}/model.safetensors")
+        with pytest.raises(ObjectChangedError):
+            await source.read_into(items["model.safetensors"], 0, [memoryview(buffer)])
+        filesystem.pipe(f"{folder}/model.safetensors", BODY)
+
+    use(source_for(f"memory:/{folder}"), work)
+
+
+def test_reads_that_end_together_share_one_look(memory: tuple[Any, str]) -> None:
+    async def work(source: FsspecSource) -> None:
+        items = {item.key: item for item in await source.list()}
+        looks = 0
+        plain = source._filesystem.info
+
+        def counted(path: str, **options: Any) -> Any:
+            nonlocal looks
+            looks += 1
+            return plain(path, **options)
+
+        source._filesystem.info = counted
+        together = threading.Barrier(16)
+        read = source._filesystem.cat_file
+
+        def waiting(*args: Any, **kwargs: Any) -> bytes:
+            body: bytes = read(*args, **kwargs)
+            together.wait(timeout=10)
+            return body
+
+        source._filesystem.cat_file = waiting
+        buffers = [bytearray(10) for _ in range(16)]
+        await asyncio.gather(
+            *(
+                source.read_into(items["model.safetensors"], 10 * number, [memoryview(buffer)])
+                for number, buffer in enumerate(buffers)
+            )
+        )
+        assert b"".join(buffers) == BODY[:160]
+        assert 1 <= looks < 16
+        looks = 0
+        source._filesystem.cat_file = read
+        await source.read_into(items["model.safetensors"], 0, [memoryview(bytearray(10))])
+        assert looks == 1  # an older look says nothing of a later read
+
+    use(source_for(f"memory:/{memory[1]}"), work)
+
+
+def test_failures_are_tried_again_and_named_without_secrets(memory: tuple[Any, str]) -> None:
+    async def work(source: FsspecSource) -> None:
+        items = {item.key: item for item in await source.list()}
+        plain, failures = source._filesystem.cat_file, [OSError("https://host/?sig=SECRET")] * 2
+
+        def failing(*args: Any, **kwargs: Any) -> bytes:
+            if failures:
+                raise failures.pop()
+            read: bytes = plain(*args, **kwargs)
+            return read
+
+        source._filesystem.cat_file = failing
+        buffer = bytearray(10)
+        await source.read_into(items["model.safetensors"], 0, [memoryview(buffer)])
+        assert buffer == BODY[:10]
+        assert source.stats.retries == 2
+        failures += [OSError("https://host/?sig=SECRET")] * 9
+        with pytest.raises(SourceUnavailableError, match=r"failed with OSError \[3 attempts") as caught:
+            await source.read_into(items["model.safetensors"], 0, [memoryview(buffer)])
+        assert "SECRET" not in str(caught.value)
+        assert caught.value.__cause__ is None or "SECRET" not in str(caught.value.__cause__)
+        source._filesystem.cat_file = lambda *_, **__: b"short"
+        with pytest.raises(Exception, match="5 bytes"):
+            await source.read_into(items["model.safetensors"], 0, [memoryview(buffer)])
+
+        def denied(*_: Any, **__: Any) -> bytes:
+            raise PermissionError
+
+        source._filesystem.cat_file = denied
+        with pytest.raises(AccessDeniedError):
+            await source.read_into(items["model.safetensors"], 0, [memoryview(buffer)])
+
+    use(source_for(f"memory:/{memory[1]}"), work)
+
+
+def test_a_filesystem_without_identities_says_so(memory: tuple[Any, str], caplog: pytest.LogCaptureFixture) -> None:
+    async def work(source: FsspecSource) -> None:
+        plain = source._filesystem.info
+        source._filesystem.info = lambda path, **_: {"name": path, "size": plain(path)["size"]}
+        with caplog.at_level(logging.WARNING, logger="streamer"):
+            items = await source.list()
+        assert all(item.pin is None for item in items)
+        assert "does not say when an object is replaced" in caplog.text
+
+    use(source_for(f"memory:/{memory[1]}"), work)
+
+
+@pytest.mark.parametrize(
+    ("url", "label"),
+    [
+        ("memory://user:pw@host/m", "memory://host/m"),
+        ("simplecache::memory://key:pw@bucket/m?sig=abc", "simplecache::memory://bucket/m"),
+        ("memory://m?token=abc", "memory://m"),
+    ],
+)
+def test_labels_hold_no_secret(url: str, label: str) -> None:
+    source = source_for(url)
+    assert source.url.startswith(label)
+    assert not any(secret in source.url for secret in ("pw", "abc"))
+    assert not any(secret in repr(source) for secret in ("pw", "abc"))
+
+
+def test_a_filesystem_that_is_not_installed_is_named() -> None:
+    with pytest.raises(MissingDependencyError, match=r"gs://bucket/m needs a package that is not installed.*gcsfs"):
+        open_source("gs://bucket/m", StreamConfig())
