@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import zipfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -194,6 +195,22 @@ def test_other_load_formats_are_left_alone(checkpoint: Get) -> None:
     _, folder = checkpoint("llama")
     config = engine_config(str(folder), load_format="auto").model_config
     assert (config.model, config.served_model_name) == (str(folder), str(folder))
+
+
+def test_any_url_of_fsspec_is_a_model_path(checkpoint: Get, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when vLLM is told that there is no hub, which it would look such names up in."""
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    case, folder = checkpoint("llama_sharded")
+    with zipfile.ZipFile(tmp_path / "m.zip", "w") as archive:
+        for path in folder.iterdir():
+            archive.write(path, f"org/m/{path.name}")
+    config = engine_config(f"zip://org/m::file://{tmp_path}/m.zip").model_config
+    expected, built = build(folder, case, tensor=2, rank=1), build(Path(config.model), case, tensor=2, rank=1)
+    load_default(expected)
+    assert load_ours(built).url == f"zip://org/m::file://{tmp_path}/m.zip"
+    assert not differences(tensors_of(expected.model), tensors_of(built.model))
 
 
 def test_schemes_that_are_not_supported_are_named() -> None:
