@@ -82,6 +82,10 @@ class StreamConfig:
     strict: bool = True
     """Whether parameters that nothing was loaded into are an error; otherwise they are only reported."""
 
+    integrity: Literal["store", "manifest"] = "store"
+    """``manifest`` holds all weights against the digests in ``s3stream-manifest.json``, which lies beside them and
+    is made by ``s3stream verify URL --write``; ``store`` trusts the store to keep what it was given."""
+
     verify: bool = False
     """Whether to read a sample of every parameter's source again after the load and compare."""
 
@@ -114,6 +118,19 @@ class StreamConfig:
     min_rate_bytes_per_second: int = 1024
     """Rate below which a response counts as stalled; 0 accepts any byte as a sign of life."""
 
+    max_requests_per_second: float | None = None
+    """Cap on ranged GETs of this process, for stores that bill or throttle by the request."""
+
+    max_bytes_per_second: int | None = None
+    """Cap on the bytes asked for, for links that others need too."""
+
+    hedge: bool = True
+    """Whether a read that takes far longer than its like is asked for a second time, and the first to come
+    counts. At most two such duplicates are under way at once."""
+
+    hedge_after_seconds: float = 2.0
+    """How long a read must have taken, at least, before it is hedged."""
+
     use_uvloop: bool = False
     """Run the event loop on uvloop, which must be installed. It helps most under TLS."""
 
@@ -137,6 +154,13 @@ class StreamConfig:
 
     tls_verify: bool = True
     """Setting this to false accepts any certificate; a warning says so on every load."""
+
+    requester_pays: bool = False
+    """Agree to pay for the requests, which buckets with requester pays insist on."""
+
+    sse_customer_key_file: str | None = None
+    """File of the 32 bytes with which the customer had S3 encrypt the objects (SSE-C). Keys of S3's own and of
+    KMS need nothing."""
 
     presign_seconds: int = 3600
     """Life of a signed object URL. It is renewed well before, and at once when the store says expired."""
@@ -163,10 +187,15 @@ class StreamConfig:
             "retry_longest_wait_seconds",
             "connect_timeout_seconds",
             "idle_timeout_seconds",
+            "hedge_after_seconds",
         ):
             value = getattr(self, name)
             if not 0 < value < float("inf"):
                 raise ConfigError(f"option {name} must be a positive number of seconds, not {value}")
+        for name in ("max_requests_per_second", "max_bytes_per_second"):
+            cap = getattr(self, name)
+            if cap is not None and not 0 < cap < float("inf"):
+                raise ConfigError(f"option {name} must be a positive number or nothing, not {cap}")
         if self.presign_seconds > 7 * 24 * 3600:
             raise ConfigError("option presign_seconds may be at most 604800 (SigV4 allows seven days)")
         if self.anonymous and self.profile:

@@ -14,6 +14,7 @@
     │   ├── AccessDeniedError (PermissionError)
     │   ├── CredentialsError (PermissionError)
     │   ├── ObjectChangedError                 replaced or deleted while we were reading it
+    │   ├── IntegrityError                     bytes that a manifest contradicts
     │   ├── BadResponseError                   an answer that contradicts the request
     │   └── SourceUnavailableError             still failing after every allowed retry
     └── LoadError (RuntimeError)               bytes arrived, but the model cannot be right
@@ -37,6 +38,7 @@ __all__ = [
     "CredentialsError",
     "HeaderError",
     "IncompleteCheckpointError",
+    "IntegrityError",
     "LeakedLazyTensorError",
     "LoadError",
     "MissingDependencyError",
@@ -185,6 +187,10 @@ class ObjectChangedError(SourceError):
 
 class BadResponseError(SourceError):
     """The answer contradicts the request: wrong range, length, encoding or identity."""
+
+
+class IntegrityError(SourceError):
+    """The bytes are not those that the checkpoint's manifest was made of."""
 
 
 class SourceUnavailableError(SourceError):

@@ -89,6 +89,8 @@ class LoadReport:
         header_bytes: received for listing-time reads.
         requests: ranged reads, headers and retries included.
         copies: out of lazy tensors into parameters; 0 in eager mode.
+        throttled: answers that asked for fewer requests.
+        hedges: reads that were asked for a second time because they took long.
         resumed_bytes: delivered by tries that failed later, and not fetched again.
         peak_buffer_bytes: of staging memory; in eager mode the budget bounds what is fetched ahead.
         verified: what was read again and compared, when `verify` is on.
@@ -108,6 +110,8 @@ class LoadReport:
     header_bytes: int
     requests: int
     retries: int
+    throttled: int
+    hedges: int
     resumed_bytes: int
     copies: int
     casts: tuple[Cast, ...]

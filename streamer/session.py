@@ -241,6 +241,8 @@ class LoadSession:
             over_read_bytes=sum(plan.over_read_bytes for plan in plans),
             header_bytes=sum(part.header_bytes for part in parts),
             requests=sum(now.requests - before.requests for now, before in deltas),
+            throttled=sum(now.throttled - before.throttled for now, before in deltas),
+            hedges=sum(now.hedges - before.hedges for now, before in deltas),
             retries=sum(now.retries - before.retries for now, before in deltas),
             resumed_bytes=sum(now.resumed_bytes - before.resumed_bytes for now, before in deltas),
             copies=tracer.copies.recorded,

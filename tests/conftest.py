@@ -23,6 +23,7 @@ collect_ignore = [] if importlib.util.find_spec("vllm") else ["vllm"]
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--census", help="file to which tests/vllm/test_census.py writes its table")
+    parser.addoption("--fault-table", help="file to which tests/faults/test_matrix.py writes its table")
 
 
 @pytest.fixture(autouse=True)

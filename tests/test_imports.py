@@ -60,8 +60,9 @@ def test_package_itself_is_light() -> None:
     assert not loaded_by("streamer") & {"torch", "asyncio", "botocore"}
 
 
-def test_inspect_needs_no_torch() -> None:
-    needed = loaded_by("streamer.cli.inspect", "streamer.sources.s3", "streamer.cli.app", arguments=("-I",))
+def test_inspect_and_verify_need_no_torch() -> None:
+    modules = ("streamer.cli.inspect", "streamer.cli.verify", "streamer.sources.s3", "streamer.cli.app")
+    needed = loaded_by(*modules, arguments=("-I",))
     assert "aiobotocore" in needed
     assert "torch" not in needed
 

@@ -22,9 +22,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from streamer.checkpoint.manifest import MANIFEST_KEY, parse_manifest
 from streamer.checkpoint.select import is_metadata
 from streamer.config import StreamConfig
-from streamer.errors import CheckpointError, ConfigError, StreamError
+from streamer.errors import CheckpointError, ConfigError, IntegrityError, StreamError
 from streamer.fetch.loop import LoopThread
 from streamer.sources.base import ObjectInfo, Source
 from streamer.sources.open import local_path, open_source
@@ -59,6 +60,7 @@ def pull(url: str, config: StreamConfig, *, everything: bool = False) -> PulledF
     Raises:
         CheckpointError: a key would leave the folder.
         ConfigError: the cache cannot be written to.
+        IntegrityError: ``integrity=manifest``, and a file is not what the manifest says.
         SourceError: see `streamer.errors`.
     """
     source = open_source(url, config)
@@ -68,12 +70,12 @@ def pull(url: str, config: StreamConfig, *, everything: bool = False) -> PulledF
         wanted = [item for item in items if everything or is_metadata(item.key)]
         for item in wanted:
             _refuse_escape(source, item.key)
-        folder = _cache(config) / _name(source.url, items, everything)
+        folder = _cache(config) / _name(source.url, items, everything, config.integrity)
         try:
             if not (folder / PINS_FILE).is_file():
                 with _locked(folder):
                     if not (folder / PINS_FILE).is_file():
-                        _publish(loop, source, items, wanted, folder, config.concurrency)
+                        _publish(loop, source, items, wanted, folder, config)
         except StreamError:
             raise
         except OSError as error:
@@ -128,9 +130,10 @@ def _cache(config: StreamConfig) -> Path:
     return Path(home) / "s3stream" / "models"
 
 
-def _name(url: str, items: Sequence[ObjectInfo], everything: bool) -> str:
+def _name(url: str, items: Sequence[ObjectInfo], everything: bool, integrity: str) -> str:
+    """Name a folder so that whoever wants the same, checked alike, finds it."""
     listing = sorted((item.key, item.size, item.pin) for item in items)
-    digest = hashlib.sha256(json.dumps([_FORMAT, url, everything, listing]).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps([_FORMAT, url, everything, integrity, listing]).encode()).hexdigest()
     # Engines put the folder's name into messages; let it be recognisable.
     readable = re.sub(r"[^A-Za-z0-9._-]+", "-", url.partition("://")[2]).strip("-.")[-60:]
     return f"{readable}-{digest[:20]}"
@@ -150,12 +153,16 @@ def _publish(
     items: Sequence[ObjectInfo],
     wanted: Sequence[ObjectInfo],
     folder: Path,
-    concurrency: int,
+    config: StreamConfig,
 ) -> None:
+    for left in folder.parent.glob(f".{folder.name}.*/"):
+        shutil.rmtree(left, ignore_errors=True)  # we hold the lock, so whoever made it was killed
     unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
         unfinished.chmod(0o755)  # mkdtemp keeps other users out, who may run the workers
-        loop.run(_download(source, wanted, unfinished, concurrency))
+        loop.run(_download(source, wanted, unfinished, config.concurrency))
+        if config.integrity == "manifest" and any(item.key == MANIFEST_KEY for item in wanted):
+            _check(source, wanted, unfinished)
         document = {
             "format": _FORMAT,
             "url": source.url,
@@ -171,6 +178,19 @@ def _publish(
 def _append(path: Path, body: bytearray) -> None:
     with path.open("ab") as file:
         file.write(body)
+
+
+def _check(source: Source, items: Sequence[ObjectInfo], folder: Path) -> None:
+    """Hold what was pulled against the manifest; a folder without one has weights that will not load anyway."""
+    manifest = parse_manifest((folder / MANIFEST_KEY).read_bytes(), source.label(MANIFEST_KEY))
+    for item in items:
+        expected = manifest.others.get(item.key)
+        if expected is not None and hashlib.sha256((folder / item.key).read_bytes()).hexdigest() != expected:
+            raise IntegrityError(
+                "the bytes are not those that the manifest was made of",
+                url=source.label(item.key),
+                hint="upload the file again, or make the manifest anew if it was changed on purpose",
+            )
 
 
 async def _download(source: Source, items: Sequence[ObjectInfo], folder: Path, concurrency: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 
 __all__ = ["main"]
@@ -19,4 +20,6 @@ def main() -> None:
             file=sys.stderr,
         )
         sys.exit(9)
+    # Credentials that cannot be renewed are our error, in one line; no need for a warning and a traceback before.
+    logging.getLogger("aiobotocore").setLevel(logging.ERROR)
     app()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from streamer import __version__
-from streamer.cli.exit_codes import exit_code
+from streamer.cli.exit_codes import FAILED, exit_code
 from streamer.cli.output import Output
 from streamer.config import StreamConfig
 from streamer.errors import ConfigError, StreamError
@@ -122,6 +123,32 @@ def inspect(
         from streamer.cli.inspect import run_inspect
 
         run_inspect(url, _config(option, endpoint_url, region, profile, anonymous, ignore_index), output)
+
+
+@app.command()
+def verify(
+    url: Url,
+    write: Annotated[bool, typer.Option("--write", help="Write the manifest beside the weights.")] = False,
+    output: Annotated[Path | None, typer.Option(help="Write the manifest to this file instead.")] = None,
+    json: Json = False,
+    quiet: Quiet = False,
+    option: Options = None,
+    endpoint_url: Endpoint = None,
+    region: Region = None,
+    profile: Profile = None,
+    anonymous: Anonymous = False,
+    ignore_index: IgnoreIndex = False,
+) -> None:
+    """Read a whole checkpoint and hold every tensor against its manifest, or make the manifest.
+
+    Loads with integrity=manifest check the digests of what they fetch.
+    """
+    with _reporting(json, quiet) as printed:
+        from streamer.cli.verify import run_verify
+
+        config = _config(option, endpoint_url, region, profile, anonymous, ignore_index)
+        if not run_verify(url, config, printed, write=write, target=output):
+            raise typer.Exit(FAILED)
 
 
 @app.command()

@@ -81,14 +81,14 @@ def run_plan(question: Question, config: StreamConfig, output: Output) -> None:
     for rank, run in _trace(question, checkpoint, config, output, range(layout.ranks)):
         node_bytes += run.plan.fetch_bytes
         node_requests += len(run.plan.requests)
-        if rank not in shown:
-            continue
-        ranks.append(_rank_document(rank, run))
-        materialised += [
-            {"rank": rank, "operation": read.operation, "tensors": list(read.tensors), "bytes": read.nbytes}
-            for read in run.materialised
-        ]
-        ignored += [{"rank": rank, "name": name, "reason": reason} for name, reason in run.ignored.items()]
+        if rank in shown:
+            ranks.append(_rank_document(rank, run))
+            materialised += [
+                {"rank": rank, "operation": read.operation, "tensors": list(read.tensors), "bytes": read.nbytes}
+                for read in run.materialised
+            ]
+            ignored += [{"rank": rank, "name": name, "reason": reason} for name, reason in run.ignored.items()]
+        del run  # before the next one is made
     document = {
         "engine": question.engine,
         "url": checkpoint.url,

@@ -101,12 +101,17 @@ async def _open_batches(
     gate = asyncio.Semaphore(concurrency)
     tasks: set[asyncio.Task[_Fetched]] = set()
 
+    def forget(task: asyncio.Task[_Fetched]) -> None:
+        tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # nobody awaits a batch behind the one that fails first
+
     async def start_all() -> None:
         for batch in batches:
             await budget.acquire(batch.nbytes)
             task = asyncio.ensure_future(_fetch(source, batch, gate, request_bytes))
             tasks.add(task)
-            task.add_done_callback(tasks.discard)
+            task.add_done_callback(forget)
             started.put_nowait(task)
 
     async def drain() -> AsyncIterator[_Fetched]:

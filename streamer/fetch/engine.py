@@ -15,6 +15,7 @@ from streamer.fetch.loop import LoopThread
 from streamer.fetch.stream import Arrival, open_stream
 from streamer.plan.plan import Plan, build_plan
 from streamer.sources.base import ObjectInfo, Source
+from streamer.sources.verified import VerifiedSource
 
 __all__ = ["FetchEngine", "FillTimes", "Progress", "request_bytes_for"]
 
@@ -57,7 +58,7 @@ class FetchEngine:
     """
 
     def __init__(self, source: Source, config: StreamConfig) -> None:
-        self.source = source
+        self.source = VerifiedSource(source) if config.integrity == "manifest" else source
         self.config = config
         self.times = FillTimes()
         self._pool = BufferPool(config.buffer_bytes)
@@ -132,7 +133,13 @@ class FetchEngine:
         began = time.perf_counter()
 
         def open_items() -> contextlib.AbstractAsyncContextManager[AsyncIterator[Arrival]]:
-            return open_stream(self.source, layout.reads, pool=self._pool, concurrency=self.config.concurrency)
+            return open_stream(
+                self.source,
+                layout.reads,
+                pool=self._pool,
+                concurrency=self.config.concurrency,
+                private_gaps=isinstance(self.source, VerifiedSource),
+            )
 
         with contextlib.closing(self._loop.iterate(open_items)) as arrivals:
             for arrival in arrivals:

@@ -10,7 +10,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator
 from typing import Any, TypeVar
 
-from streamer.errors import MissingDependencyError, StreamError
+from streamer.errors import MissingDependencyError, SourceError, StreamError
 
 __all__ = ["LoopThread"]
 
@@ -34,7 +34,12 @@ class LoopThread:
 
     def __init__(self, *, use_uvloop: bool = False) -> None:
         self._pid = os.getpid()
-        self._loop = _new_loop(use_uvloop)
+        try:
+            self._loop = _new_loop(use_uvloop)
+        except OSError as error:
+            raise SourceError(
+                f"no event loop could be made: {error.strerror}", hint="raise the limit of open files (ulimit -n)"
+            ) from error
         self._thread = threading.Thread(target=self._run, name="s3stream-loop", daemon=True)
         self._thread.start()
 

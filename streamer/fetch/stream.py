@@ -84,7 +84,7 @@ _GAP_SCRATCH_BYTES = 64 << 10
 
 @contextlib.asynccontextmanager
 async def open_stream(
-    source: Source, reads: Iterable[Read], *, pool: BufferPool, concurrency: int
+    source: Source, reads: Iterable[Read], *, pool: BufferPool, concurrency: int, private_gaps: bool = False
 ) -> AsyncIterator[AsyncIterator[Arrival]]:
     """Run `reads` against `source`; see the module for what is promised.
 
@@ -92,10 +92,11 @@ async def open_stream(
         reads: consumed lazily, in order.
         pool: staging memory.
         concurrency: reads in flight.
+        private_gaps: the source looks at gaps too, so each needs memory of its own.
     """
     upcoming = iter(reads)
     arrived: asyncio.Queue[Arrival | BaseException | None] = asyncio.Queue()
-    gap = memoryview(bytearray(_GAP_SCRATCH_BYTES))
+    gap = None if private_gaps else memoryview(bytearray(_GAP_SCRATCH_BYTES))
 
     async def work() -> None:
         for read in upcoming:
@@ -143,13 +144,15 @@ async def open_stream(
                 left.release()
 
 
-def _memory(read: Read, buffer: Buffer | None, gap: memoryview) -> Iterator[memoryview]:
+def _memory(read: Read, buffer: Buffer | None, gap: memoryview | None) -> Iterator[memoryview]:
     for segment in read.segments:
         if isinstance(segment, Direct):
             yield segment.memory
         elif isinstance(segment, Staged):
             assert buffer is not None
             yield buffer.memory[segment.offset : segment.offset + segment.nbytes]
+        elif gap is None:
+            yield memoryview(bytearray(segment.nbytes))
         else:
             # Concurrent reads may scribble over each other here: nobody looks.
             for left in range(segment.nbytes, 0, -len(gap)):

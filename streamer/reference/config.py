@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -54,8 +55,10 @@ class LlamaConfig:
         heads, hidden = _size(document, "num_attention_heads"), _size(document, "hidden_size")
         # Transformers 5 moved theta and scaling into one section; 4 had them apart.
         rope = document.get("rope_parameters") or document.get("rope_scaling") or {}
+        if not isinstance(rope, Mapping):
+            raise ConfigError(f"config.json gives the rotary embedding as {rope!r}, not an object")
         attention_bias = bool(document.get("attention_bias", False))
-        uses_window = kind != "qwen2" or document.get("use_sliding_window", False)
+        uses_window = document.get("sliding_window") and (kind != "qwen2" or document.get("use_sliding_window", False))
         return cls(
             hidden_size=hidden,
             intermediate_size=_size(document, "intermediate_size"),
@@ -64,16 +67,27 @@ class LlamaConfig:
             kv_heads=_size(document, "num_key_value_heads", heads),
             head_size=_size(document, "head_dim", hidden // heads),
             vocabulary=_size(document, "vocab_size"),
-            norm_epsilon=float(document.get("rms_norm_eps", 1e-6)),
-            rope_theta=float(rope.get("rope_theta", document.get("rope_theta", 10000.0))),
+            norm_epsilon=_number(document, "rms_norm_eps", 1e-6),
+            rope_theta=_number(rope, "rope_theta", _number(document, "rope_theta", 10000.0)),
             rope=rope,
             tie_embeddings=bool(document.get("tie_word_embeddings", False)),
             qkv_bias=attention_bias or kind == "qwen2",
             output_bias=attention_bias,
             mlp_bias=bool(document.get("mlp_bias", False)),
-            sliding_window=document.get("sliding_window") if uses_window else None,
+            sliding_window=_size(document, "sliding_window")
+            if uses_window and document.get("sliding_window")
+            else None,
             dtype=str(document.get("dtype") or document.get("torch_dtype") or "float32"),
         )
+
+
+def _number(document: Mapping[str, Any], key: str, default: float) -> float:
+    value = document.get(key)
+    if value is None:
+        return default
+    if type(value) not in (int, float) or not 0 < value < math.inf:
+        raise ConfigError(f"config.json gives {key} as {value!r}, not a positive number")
+    return float(value)
 
 
 def _size(document: Mapping[str, Any], key: str, default: int | None = None) -> int:

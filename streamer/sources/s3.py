@@ -7,19 +7,23 @@ presigned URLs, one per object, because signing and receiving through the SDK co
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 import warnings
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from streamer.config import StreamConfig
-from streamer.errors import ObjectNotFoundError, SourceError, shorten
+from streamer.errors import BadResponseError, ObjectNotFoundError, SourceError, shorten
 from streamer.sources.base import ObjectInfo
 from streamer.sources.s3_client import S3Client, open_s3_client, ssl_context_for, translated
+from streamer.sources.s3_extras import S3Extras
 from streamer.sources.s3_sdk import SdkReader
 from streamer.sources.s3_url import S3Location
-from streamer.transport.failures import CredentialsExpired, Place, WrongRegion
+from streamer.transport.failures import CredentialsExpired, Place, WrongRegion, unavailable
+from streamer.transport.hedging import Hedging
 from streamer.transport.pool import ConnectionPool, parse_origin
+from streamer.transport.pressure import Pressure
 from streamer.transport.reader import Address, RangeReader, ReadTarget
 from streamer.transport.retry import Attempts, RetryPolicy, call_with_retries
 from streamer.transport.stats import TransferStats
@@ -49,7 +53,10 @@ class S3Source:
         self._config = config
         self._clock = clock
         self._policy = RetryPolicy.from_config(config)
+        self._pressure = Pressure(config)
+        self._extras = S3Extras(config)
         self._stats = TransferStats()
+        self._hedging = Hedging(config, self._stats, self._pressure)
         self._opening = asyncio.Lock()
         self._client: S3Client | None = None
         self._retired: list[S3Client] = []
@@ -75,6 +82,7 @@ class S3Source:
 
     async def list(self) -> Sequence[ObjectInfo]:
         found: list[ObjectInfo] = []
+        seen: set[str] = set()
         token: str | None = None
         while True:
             page = await self._page(self._location.prefix, token)
@@ -85,6 +93,9 @@ class S3Source:
             token = page.get("NextContinuationToken")
             if not page.get("IsTruncated") or not token:
                 break
+            if token in seen:
+                raise BadResponseError("the listing has no end: it continues where it has been before", url=self.url)
+            seen.add(token)
         if not found:
             raise ObjectNotFoundError("there are no objects here", hint=await self._suggest(), url=self.url)
         if any(item.pin is None for item in found):
@@ -95,7 +106,7 @@ class S3Source:
         return found
 
     async def _page(self, prefix: str, token: str | None, **options: Any) -> dict[str, Any]:
-        arguments = {"Bucket": self._location.bucket, "Prefix": prefix, **options}
+        arguments = {"Bucket": self._location.bucket, "Prefix": prefix, **self._extras.for_listing, **options}
         if token:
             arguments["ContinuationToken"] = token
 
@@ -121,16 +132,27 @@ class S3Source:
     async def stat(self, key: str) -> ObjectInfo:
         async def fetch(client: S3Client) -> dict[str, Any]:
             head: dict[str, Any] = await client.api.head_object(
-                Bucket=self._location.bucket, Key=self._location.prefix + key
+                Bucket=self._location.bucket, Key=self._location.prefix + key, **self._extras.for_objects
             )
             return head
 
         head = await self._call(self.label(key), fetch)
         return ObjectInfo(key, head["ContentLength"], _pin(head.get("ETag")))
 
+    async def put(self, key: str, body: bytes) -> None:
+        """Write one object, replacing what is there."""
+
+        async def send(client: S3Client) -> None:
+            await client.api.put_object(
+                Bucket=self._location.bucket, Key=self._location.prefix + key, Body=body, **self._extras.for_objects
+            )
+
+        await self._call(self.label(key), send)
+
     async def _call(self, url: str, operation: Callable[[S3Client], Awaitable[T]]) -> T:
         """Run a control-plane call under the retry policy, renewing credentials or the region once."""
         place = Place(url)
+        limit = self._config.retry_deadline_seconds
         mended = False
 
         async def attempt(_: Attempts) -> T:
@@ -138,8 +160,11 @@ class S3Source:
             while True:
                 client = await self._open()
                 try:
-                    async with translated(place, anonymous=self._config.anonymous):
+                    # The SDK's timeout is for the next bytes, however few; this is for the whole answer.
+                    async with asyncio.timeout(limit), translated(place, anonymous=self._config.anonymous):
                         return await operation(client)
+                except TimeoutError:
+                    raise unavailable(place, f"the answer was not complete within {limit:g} s") from None
                 except CredentialsExpired as expired:
                     if mended:
                         raise expired.final from None
@@ -156,14 +181,14 @@ class S3Source:
         if self._client is None:
             async with self._opening:
                 if self._client is None:
-                    self._client = await open_s3_client(self._config)
+                    self._client = await open_s3_client(self._config, url=self.url)
         return self._client
 
     async def _reopen(self, old: S3Client, region: str) -> None:
         """Replace `old` unless somebody already has; whatever was signed with it is forgotten."""
         async with self._opening:
             if self._client is old:
-                self._client = await open_s3_client(self._config, region=region)
+                self._client = await open_s3_client(self._config, url=self.url, region=region)
                 self._retired.append(old)
                 self._addresses.clear()
 
@@ -175,9 +200,14 @@ class S3Source:
     # -- data plane ----------------------------------------------------------------------------------
 
     async def read_into(self, item: ObjectInfo, start: int, buffers: Sequence[memoryview]) -> None:
+        await self._hedging.read(functools.partial(self._read, item), start, buffers)
+
+    async def _read(self, item: ObjectInfo, start: int, buffers: Sequence[memoryview]) -> None:
         client = await self._open()
         if self._config.transport == "sdk":
-            reader = SdkReader(self._open, self._reopen, self._config, self._policy, self._stats)
+            reader = SdkReader(
+                self._open, self._reopen, self._config, self._policy, self._stats, self._pressure, self._extras
+            )
             await reader.read(
                 self._location.bucket, self._location.prefix + item.key, self.label(item.key), item, start, buffers
             )
@@ -189,7 +219,7 @@ class S3Source:
                 else None,
                 connect_timeout_seconds=self._config.connect_timeout_seconds,
             )
-            self._reader = RangeReader(self._pool, self._config, self._policy, self._stats)
+            self._reader = RangeReader(self._pool, self._config, self._policy, self._stats, self._pressure)
 
         async def address(expired: Address | None) -> Address:
             return await self._address(item.key, expired)
@@ -213,11 +243,15 @@ class S3Source:
         async with translated(Place(self.label(key)), anonymous=self._config.anonymous):
             url = await client.api.generate_presigned_url(
                 "get_object",
-                Params={"Bucket": self._location.bucket, "Key": self._location.prefix + key},
+                Params={
+                    "Bucket": self._location.bucket,
+                    "Key": self._location.prefix + key,
+                    **self._extras.for_objects,
+                },
                 ExpiresIn=self._config.presign_seconds,
             )
         origin, target = parse_origin(url, client.proxy)
-        address = Address(origin, target, client)
+        address = Address(origin, target, client, self._extras.headers_for(url))
         self._addresses[key] = (address, self._clock() + min(_RENEW_AFTER_SECONDS, self._config.presign_seconds / 2))
         return address
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import ssl
 import warnings
@@ -10,6 +11,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import botocore.exceptions as aws
 from aiobotocore.config import AioConfig
@@ -20,9 +22,20 @@ from botocore.parsers import ResponseParserError
 from botocore.utils import get_environ_proxies
 
 from streamer.config import StreamConfig
-from streamer.errors import BadResponseError, ConfigError, CredentialsError, SourceError
-from streamer.transport.failures import Place, classify, unavailable
+from streamer.errors import BadResponseError, ConfigError, CredentialsError, SourceError, StreamError
+from streamer.sources.s3_identity import (
+    CREDENTIAL_ERRORS,
+    IDENTITY_OPERATIONS,
+    endpoint_hint,
+    no_credentials,
+    perhaps_expired,
+    refused_identity,
+    unreadable_credentials,
+)
+from streamer.transport.checks import retry_after
+from streamer.transport.failures import OPEN_FILES_HINT, Place, classify, is_out_of_files, unavailable
 from streamer.transport.pool import Proxy, proxy_for
+from streamer.transport.retry import TransientFailure
 
 __all__ = ["S3Client", "open_s3_client", "ssl_context_for", "translated"]
 
@@ -40,20 +53,25 @@ class S3Client:
     stack: contextlib.AsyncExitStack
 
 
-async def open_s3_client(config: StreamConfig, *, region: str | None = None) -> S3Client:
+async def open_s3_client(config: StreamConfig, *, url: str | None = None, region: str | None = None) -> S3Client:
     """Create a session and a client; credentials are looked up, S3 is not contacted.
 
     Args:
+        url: what they are for, in messages.
         region: overrides what the configuration and botocore say, after the store has told us better.
 
     Raises:
         ConfigError: a profile, region or endpoint that botocore refuses.
-        CredentialsError: credentials are only half there, or their provider failed.
+        CredentialsError: there are none, they are only half there, or their provider failed.
     """
+    _refuse_keys(config.endpoint_url)
     session = AioSession(profile=config.profile)
     try:
         region = region or config.region or session.get_config_variable("region") or _DEFAULT_REGION
         verify = _resolve_verify(config, session)
+        session.set_config_variable("region", region)  # STS is asked in the same region, as botocore does
+        if not config.anonymous:
+            await _find_credentials(session, url)
         stack = contextlib.AsyncExitStack()
         api = await stack.enter_async_context(
             session.create_client(
@@ -66,13 +84,47 @@ async def open_s3_client(config: StreamConfig, *, region: str | None = None) -> 
         )
     except aws.ProfileNotFound as error:
         raise ConfigError(f"there is no profile {error.kwargs.get('profile')!r}", hint="see ~/.aws/config") from error
-    except (aws.PartialCredentialsError, aws.CredentialRetrievalError, aws.TokenRetrievalError) as error:
-        raise CredentialsError(f"the credentials could not be read: {error}") from error
+    except StreamError:
+        raise
     except (aws.BotoCoreError, ValueError, OSError) as error:
+        if is_out_of_files(error):
+            raise SourceError("too many open files", hint=OPEN_FILES_HINT, url=url) from error
         raise ConfigError(f"the S3 settings are not usable: {error}") from error
-    endpoint = api.meta.endpoint_url
-    proxy = get_environ_proxies(endpoint).get(endpoint.partition("://")[0])
-    return S3Client(api, region, proxy_for(proxy) if proxy else None, verify, stack)
+    try:
+        _refuse_keys(api.meta.endpoint_url)
+        return S3Client(api, region, _proxy(api.meta.endpoint_url, config), verify, stack)
+    except ConfigError:
+        await stack.aclose()
+        raise
+
+
+def _refuse_keys(endpoint_url: str | None) -> None:
+    if "@" in (endpoint_url or ""):
+        raise ConfigError(
+            "the endpoint URL has a user name in it", hint="leave it out; keys are found as for the AWS CLI"
+        )
+
+
+def _proxy(endpoint_url: str, config: StreamConfig) -> Proxy | None:
+    if config.transport == "sdk":
+        return None  # the SDK finds its proxy itself, and speaks to more kinds
+    found = get_environ_proxies(endpoint_url).get(urlsplit(endpoint_url).scheme)
+    return proxy_for(found) if found else None
+
+
+async def _find_credentials(session: AioSession, url: str | None) -> None:
+    """Let the session find its credentials, which it keeps; those of a role are only asked for when signing."""
+    try:
+        found = await session.get_credentials()
+    except (aws.ProfileNotFound, aws.ConfigParseError):
+        raise
+    except (ValueError, AttributeError, TypeError) as error:
+        # Other things than the JSON expected. Not chained: what could not be parsed hangs on it.
+        raise unreadable_credentials(ValueError(str(error)), url) from None
+    except (aws.BotoCoreError, OSError) as error:
+        raise unreadable_credentials(error, url) from error
+    if found is None:
+        raise no_credentials(url)
 
 
 def _client_config(config: StreamConfig) -> AioConfig:
@@ -138,28 +190,36 @@ async def translated(place: Place, *, anonymous: bool) -> AsyncIterator[None]:
     try:
         yield
     except aws.ClientError as error:
+        # Never chained: it quotes the store, and some stores quote the request, signature and all.
         metadata = error.response.get("ResponseMetadata", {})
         headers = metadata.get("HTTPHeaders", {})
         detail = error.response.get("Error", {})
         code = str(detail.get("Code", ""))
+        status = int(metadata.get("HTTPStatusCode", 0))
+        request_id = metadata.get("RequestId") or None
+        if error.operation_name in IDENTITY_OPERATIONS:
+            raise refused_identity(place, error.operation_name, status, detail, request_id) from None
+        if error.operation_name == "HeadObject" and status == 400 and not anonymous:
+            raise perhaps_expired(place, request_id) from None
         raise classify(
             place,
-            int(metadata.get("HTTPStatusCode", 0)),
+            status,
             code="" if code.isdigit() else code,  # HEAD has no body, so botocore repeats the status
             message=str(detail.get("Message", "")) if not code.isdigit() else "",
-            request_id=metadata.get("RequestId") or None,
+            request_id=request_id,
             region=headers.get("x-amz-bucket-region") or str(detail.get("Region", "")),
+            retry_after=retry_after(headers),
             anonymous=anonymous,
-        ) from error
-    except (aws.NoCredentialsError, aws.PartialCredentialsError) as error:
-        raise CredentialsError(
-            "no credentials were found",
-            hint="configure them as for the AWS CLI, or set anonymous=true for a public bucket",
-            url=place.url,
-        ) from error
-    except (aws.CredentialRetrievalError, aws.TokenRetrievalError, aws.SSOError) as error:
-        raise CredentialsError(f"the credentials could not be read: {error}", url=place.url) from error
+        ) from None
+    except aws.NoCredentialsError as error:
+        raise no_credentials(place.url) from error
+    except CREDENTIAL_ERRORS as error:
+        raise unreadable_credentials(error, place.url) from error
+    except json.JSONDecodeError as error:  # S3 speaks XML, so this is a source of credentials; see above
+        raise unreadable_credentials(error, place.url) from None
     except aws.ParamValidationError as error:
+        if any(name in str(error) for name in ("WebIdentityToken", "RoleArn", "RoleSessionName")):
+            raise unreadable_credentials(error, place.url) from error
         raise ConfigError(f"{place.url} is not a valid S3 location: {error}") from error
     except aws.SSLError as error:
         raise SourceError(
@@ -168,11 +228,34 @@ async def translated(place: Place, *, anonymous: bool) -> AsyncIterator[None]:
             url=place.url,
         ) from error
     except (aws.HTTPClientError, aws.ConnectionError) as error:
-        raise unavailable(
-            place, _without_query(str(error)), hint="check the endpoint, firewall and proxy settings"
+        # Never chained: what aiohttp says of a proxy holds its password.
+        raise _no_answer(place, error) from None
+    except aws.BotoCoreError as error:
+        raise SourceError(f"the request could not be made: {_without_query(str(error))}", url=place.url) from error
+    except (ResponseParserError, KeyError) as error:
+        raise BadResponseError("the store did not answer in S3's form", hint=endpoint_hint(), url=place.url) from error
+    except RuntimeError as error:
+        if "credentials" not in str(error):  # botocore has no type of its own for "renewed, but still expired"
+            raise
+        raise CredentialsError(
+            "the credentials have expired, and so have those that replaced them",
+            hint="log in again, and check this machine's clock",
+            url=place.url,
         ) from error
-    except ResponseParserError as error:
-        raise BadResponseError("the store did not answer in S3's form", url=place.url) from error
+    except OSError as error:
+        if isinstance(error, StreamError):
+            raise
+        raise unreadable_credentials(error, place.url) from error  # a token file, or a credential_process
+
+
+def _no_answer(place: Place, error: aws.BotoCoreError) -> TransientFailure:
+    cause = error.kwargs.get("error")
+    cause = getattr(cause, "os_error", cause)  # aiohttp wraps what the system said
+    why = re.sub(r"//\S*@", "//", _without_query(str(error)))
+    hint = "check the endpoint, firewall and proxy settings"
+    if isinstance(cause, OSError) and cause.strerror and cause.strerror not in why:
+        why = f"{why}: {cause.strerror}"
+    return unavailable(place, why, hint=OPEN_FILES_HINT if is_out_of_files(cause) else hint)
 
 
 def _without_query(text: str) -> str:

@@ -5,6 +5,7 @@ For set-ups the native reader does not cover, such as a TLS proxy. It costs seve
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -14,8 +15,10 @@ import botocore.exceptions as aws
 from streamer.config import StreamConfig
 from streamer.sources.base import ObjectInfo
 from streamer.sources.s3_client import S3Client, translated
+from streamer.sources.s3_extras import S3Extras
 from streamer.transport.checks import Expected, WrongResponse, check_range_response
 from streamer.transport.failures import Place, bad_response, unavailable
+from streamer.transport.pressure import Pressure
 from streamer.transport.reader import read_resuming
 from streamer.transport.retry import RetryPolicy
 from streamer.transport.scatter import Scatter
@@ -34,12 +37,16 @@ class SdkReader:
         config: StreamConfig,
         policy: RetryPolicy,
         stats: TransferStats,
+        pressure: Pressure,
+        extras: S3Extras,
     ) -> None:
         self._open_client = open_client
         self._reopen = reopen
         self._config = config
         self._policy = policy
         self._stats = stats
+        self._pressure = pressure
+        self._extras = extras
 
     async def read(
         self, bucket: str, key: str, url: str, item: ObjectInfo, start: int, buffers: Sequence[memoryview]
@@ -57,7 +64,7 @@ class SdkReader:
             client = await self._open_client()
             await self._try(client, bucket, key, Place(url, position, end), item, scatter)
 
-        await read_resuming(try_read, start, scatter, self._policy, self._stats)
+        await read_resuming(try_read, start, scatter, self._policy, self._stats, self._pressure)
 
     async def _try(
         self, client: S3Client, bucket: str, key: str, place: Place, item: ObjectInfo, scatter: Scatter
@@ -67,7 +74,11 @@ class SdkReader:
         pin = {} if item.pin is None else {"IfMatch": item.pin}
         async with translated(place, anonymous=self._config.anonymous):
             response = await client.api.get_object(
-                Bucket=bucket, Key=key, Range=f"bytes={place.start}-{place.end - 1}", **pin
+                Bucket=bucket,
+                Key=key,
+                Range=f"bytes={place.start}-{place.end - 1}",
+                **pin,
+                **self._extras.for_objects,
             )
             metadata = response["ResponseMetadata"]
             headers = {name.lower(): value for name, value in metadata["HTTPHeaders"].items()}
@@ -82,7 +93,11 @@ class SdkReader:
 
     async def _receive(self, body: Any, scatter: Scatter, place: Place) -> None:
         # A stream that stalls raises ReadTimeoutError by the client's read_timeout; one that ends early
-        # raises aiohttp's ClientPayloadError, which aiobotocore passes on as it is.
+        # raises aiohttp's ClientPayloadError, which aiobotocore passes on as it is. One that trickles raises
+        # nothing, so the rate is ours to watch.
+        period = self._config.idle_timeout_seconds
+        least = int(self._config.min_rate_bytes_per_second * period)
+        began, before = time.monotonic(), scatter.filled
         while scatter.remaining:
             try:
                 chunk: bytes = await body.read(min(scatter.remaining, 1 << 20))
@@ -93,3 +108,9 @@ class SdkReader:
             if len(chunk) > scatter.remaining:
                 raise bad_response(place, None, "the body is longer than its range")
             scatter.write(chunk)
+            now = time.monotonic()
+            if scatter.remaining and now - began >= period:
+                arrived = scatter.filled - before
+                if arrived < least:
+                    raise unavailable(place, f"the response stalled: only {arrived} bytes arrived in {period:g} s")
+                began, before = now, scatter.filled

@@ -31,13 +31,17 @@ def parse_s3_url(url: str) -> S3Location:
     A doubled slash is part of the key.
 
     Raises:
-        ConfigError: there is no bucket.
+        ConfigError: there is no bucket, or there are keys in front of it.
     """
     rest = url.removeprefix("s3://")
     arn = _ARN.match(rest)
     bucket, _slash, prefix = (arn[0], "/", rest[arn.end() + 1 :]) if arn else rest.partition("/")
     if not bucket:
         raise ConfigError(f"{url!r} names no bucket", hint="write s3://bucket/folder")
+    if "@" in bucket:
+        raise ConfigError(
+            "an s3:// URL has no place for keys", hint="write s3://bucket/folder; keys are found as for the AWS CLI"
+        )
     if prefix and not prefix.endswith("/"):
         prefix += "/"
     return S3Location(bucket, prefix)

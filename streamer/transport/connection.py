@@ -26,6 +26,7 @@ import socket
 from collections.abc import Callable
 from typing import cast
 
+from streamer.transport.error_body import ErrorBody
 from streamer.transport.head import HeadParser, ResponseHead
 from streamer.transport.scatter import Scatter
 
@@ -35,8 +36,6 @@ _SCRATCH_BYTES = 16 << 10
 _LOW_WATER_BYTES = 256 << 10
 #: How long bytes that the kernel held back have to arrive before a response counts as stalled.
 _GRACE_SECONDS = 0.5
-#: Error documents are a few hundred bytes; more than this is not read.
-MAX_ERROR_BODY_BYTES = 64 << 10
 
 
 class ConnectionDropped(Exception):
@@ -82,7 +81,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._accept: Callable[[ResponseHead], bool] | None = None
         self._scatter: Scatter | None = None
         self._head: ResponseHead | None = None
-        self._error_body = bytearray()
+        self._error_body: ErrorBody | None = None
         self._done: asyncio.Future[tuple[ResponseHead, bytes]] | None = None
         self._received = 0
 
@@ -164,6 +163,14 @@ class HttpConnection(asyncio.BufferedProtocol):
         """Bytes of the current body that have not arrived."""
         return self._scatter.remaining if self._scatter is not None else 0
 
+    def stalled(self, reason: str) -> None:
+        """End the current exchange, because it is too slow."""
+        if self._state is _State.ERROR_BODY:
+            self._reusable = False
+            self._finish()  # the status says enough
+        else:
+            self.fail(ResponseStalled(reason))
+
     def fail(self, error: Exception) -> None:
         """End the current exchange with `error`."""
         self._scatter = None
@@ -212,6 +219,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._reusable = self._head.keeps_alive
             if not self._accept(self._head):
                 self._state = _State.ERROR_BODY
+                self._error_body = ErrorBody(self._head.status, self._head.headers)
                 self._on_error_body(rest)
                 return
             if "content-length" not in self._head.headers:
@@ -233,17 +241,9 @@ class HttpConnection(asyncio.BufferedProtocol):
             self.close()
 
     def _on_error_body(self, data: bytes) -> None:
-        assert self._head is not None
-        self._error_body += data
-        announced = self._head.headers.get("content-length", "")
-        length = int(announced) if announced.isdigit() and len(announced) < 19 else None
-        if self._head.status in (204, 304):
-            length = 0
-        if length is not None and len(self._error_body) >= length:
-            self._reusable = self._reusable and len(self._error_body) == length
-            self._finish()
-        elif len(self._error_body) >= MAX_ERROR_BODY_BYTES:
-            self._reusable = False
+        assert self._error_body is not None
+        if self._error_body.feed(data):
+            self._reusable = self._reusable and self._error_body.is_exact
             self._finish()
 
     def _set_low_water(self, nbytes: int) -> None:
@@ -264,7 +264,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._state = _State.IDLE
         self._scatter = None
         if self._done is not None and not self._done.done():
-            self._done.set_result((self._head, bytes(self._error_body[:MAX_ERROR_BODY_BYTES])))
+            self._done.set_result((self._head, self._error_body.content if self._error_body is not None else b""))
 
     def eof_received(self) -> bool:
         return False
@@ -276,34 +276,38 @@ class HttpConnection(asyncio.BufferedProtocol):
         if self._done is None or self._done.done():
             return
         if state is _State.ERROR_BODY:
-            assert self._head is not None
-            self._done.set_result((self._head, bytes(self._error_body[:MAX_ERROR_BODY_BYTES])))
+            self._finish()  # the status says enough
+            self._state = _State.CLOSED
             return
         reason = f"the connection broke: {exc}" if exc else "the server closed the connection"
         self._done.set_exception(ConnectionDropped(reason, before_response=self._received == 0))
 
 
 class _StallWatch:
-    """Fails an exchange that received less than `least` bytes in a whole period."""
+    """Ends an exchange that received less than `least` bytes in a whole period."""
 
-    __slots__ = ("_connection", "_handle", "_least", "_loop", "_period", "_seen")
+    __slots__ = ("_connection", "_handle", "_least", "_loop", "_period", "_seen", "_spared")
 
     def __init__(self, loop: asyncio.AbstractEventLoop, connection: HttpConnection, period: float, least: int) -> None:
         self._loop, self._connection, self._period, self._least = loop, connection, period, max(1, least)
         self._seen = 0
+        self._spared = False
         self._handle = loop.call_later(period, self._check)
 
     def _check(self) -> None:
         received = self._connection.received
-        # The last few bytes of a body, or a short head, cannot be held to the rate.
-        least = self._least if self._connection.outstanding > self._least else 1
+        # The last few bytes of a body, or a short one, get one period in which any byte will do; with one
+        # after the other, a few kilobytes could take hours.
+        spares = self._connection.outstanding <= self._least and not self._spared
+        least = 1 if spares else self._least
         if received - self._seen < least and self._connection.drain():
             self._handle = self._loop.call_later(_GRACE_SECONDS, self._check)
             return
         if received - self._seen < least:
-            self._connection.fail(ResponseStalled(f"only {received - self._seen} bytes arrived in {self._period:g} s"))
+            self._connection.stalled(f"only {received - self._seen} bytes arrived in {self._period:g} s")
             return
         self._seen = received
+        self._spared = self._spared or spares
         self._handle = self._loop.call_later(self._period, self._check)
 
     def cancel(self) -> None:

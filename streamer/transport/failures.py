@@ -6,6 +6,8 @@ https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html.
 
 from __future__ import annotations
 
+import errno
+import re
 from dataclasses import dataclass
 
 from streamer.errors import (
@@ -19,7 +21,18 @@ from streamer.errors import (
 )
 from streamer.transport.retry import TransientFailure
 
-__all__ = ["CredentialsExpired", "Place", "WrongRegion", "bad_response", "classify", "unavailable"]
+__all__ = [
+    "OPEN_FILES_HINT",
+    "CredentialsExpired",
+    "Place",
+    "WrongRegion",
+    "bad_response",
+    "classify",
+    "is_out_of_files",
+    "unavailable",
+]
+
+OPEN_FILES_HINT = "raise the limit of open files (ulimit -n), or lower the concurrency"
 
 _EXPIRED = frozenset({"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"})
 _IDENTITY = {
@@ -45,6 +58,11 @@ _TRANSIENT_CODES = frozenset(
         "BandwidthLimitExceeded",
         "OperationAborted",
     }
+)
+_SIGNED = re.compile(
+    r"((?:signature|security-token|credential)(?:=|%3D)|x-amz-security-token['\"]?:\s*['\"]?"
+    r"|authorization['\"]?:\s*['\"]?(?:basic|bearer)\s+)[^\s&,;\"'<>]+",
+    re.IGNORECASE,
 )
 _TRANSIENT_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
 _REGION_CODES = frozenset(
@@ -102,7 +120,7 @@ def classify(
     """
 
     def make(kind: type[SourceError], text: str, hint: str | None = None) -> SourceError:
-        said = f"{text}: {message}" if message else text
+        said = f"{text}: {_without_signature(message)}" if message else text
         return kind(
             said,
             hint=hint,
@@ -143,6 +161,16 @@ def classify(
         final = make(SourceUnavailableError, "the store kept refusing", "try later, or lower the concurrency")
         return TransientFailure(final, retry_after=retry_after)
     return make(SourceError, "the store refused the request")
+
+
+def _without_signature(message: str) -> str:
+    """Blot out what signs a request: some gateways quote the whole of it in their errors."""
+    return _SIGNED.sub(r"\1***", message)
+
+
+def is_out_of_files(error: BaseException | None) -> bool:
+    """Whether this process, or the machine, may not open any more files."""
+    return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
 
 
 def _access_hint(place: Place, anonymous: bool) -> str:

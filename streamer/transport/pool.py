@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import ipaddress
 import ssl
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,7 @@ from urllib.parse import SplitResult, unquote, urlsplit
 
 from streamer.errors import ConfigError
 from streamer.transport.connection import HttpConnection
+from streamer.transport.failures import OPEN_FILES_HINT, is_out_of_files
 from streamer.transport.head import HeadParser, MalformedResponse
 
 __all__ = ["ConnectFailed", "ConnectionPool", "Origin", "parse_origin", "proxy_for"]
@@ -24,12 +26,16 @@ class ConnectFailed(Exception):
     Attributes:
         hint: what to check.
         is_permanent: trying again cannot help (a certificate that is not trusted).
+        is_out_of_files: a connection given back would do instead.
     """
 
-    def __init__(self, reason: str, *, hint: str | None = None, is_permanent: bool = False) -> None:
+    def __init__(
+        self, reason: str, *, hint: str | None = None, is_permanent: bool = False, is_out_of_files: bool = False
+    ) -> None:
         super().__init__(reason)
         self.hint = hint
         self.is_permanent = is_permanent
+        self.is_out_of_files = is_out_of_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +77,18 @@ def proxy_for(url: str) -> Proxy:
     """Parse the URL of a proxy.
 
     Raises:
-        ConfigError: a proxy that is itself spoken to over TLS, or by SOCKS.
+        ConfigError: a proxy that is itself spoken to over TLS, or by SOCKS, or a URL that is none.
     """
-    parts = urlsplit(url if "://" in url else f"http://{url}")
+    try:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        port = parts.port or 80
+        if "@" in parts.path + parts.query + parts.fragment:
+            raise ValueError
+    except ValueError:
+        # Neither chained nor quoted: what looks like a host or a port may be half of a password.
+        raise ConfigError(
+            "the URL of the proxy cannot be understood", hint="percent-encode its user name and password"
+        ) from None
     if parts.scheme != "http" or not parts.hostname:
         raise ConfigError(
             f"the proxy at {parts.hostname or 'an unnamed host'} needs {parts.scheme}, which the native reader "
@@ -84,7 +99,7 @@ def proxy_for(url: str) -> Proxy:
     if parts.username is not None:
         pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
         authorization = "Basic " + base64.b64encode(pair.encode()).decode()
-    return Proxy(parts.hostname, parts.port or 80, authorization)
+    return Proxy(parts.hostname, port, authorization)
 
 
 class ConnectionPool:
@@ -97,6 +112,8 @@ class ConnectionPool:
         self._ssl_context = ssl_context
         self._timeout = connect_timeout_seconds
         self._idle: dict[Origin, list[HttpConnection]] = {}
+        self._in_use = 0
+        self._given_back = asyncio.Event()
         self._is_closed = False
 
     def __repr__(self) -> str:
@@ -105,22 +122,40 @@ class ConnectionPool:
     async def acquire(self, origin: Origin) -> HttpConnection:
         """Return an idle connection or open one.
 
+        Where no more files may be opened, this waits for a connection that is in use: fewer than the
+        caller would like are slower, not an error.
+
         Raises:
             ConnectFailed: DNS, TCP, proxy or TLS failed, or took longer than the connect timeout.
         """
+        while True:
+            try:
+                connection = self._take_idle(origin) or await self._open(origin)
+            except ConnectFailed as failure:
+                if not failure.is_out_of_files or not self._in_use:
+                    raise
+                await self._given_back.wait()
+            else:
+                self._in_use += 1
+                return connection
+
+    def _take_idle(self, origin: Origin) -> HttpConnection | None:
         idle = self._idle.get(origin)
         while idle:
             connection = idle.pop()
             if connection.is_reusable:
                 return connection
-        return await self._open(origin)
+        return None
 
     def release(self, connection: HttpConnection, origin: Origin) -> None:
         """Take back a connection whose exchange is over."""
+        self._in_use -= 1
         if self._is_closed or not connection.is_reusable:
             connection.close()
         else:
             self._idle.setdefault(origin, []).append(connection)
+        self._given_back.set()  # wakes all who wait now, after the loop has closed what was closed
+        self._given_back.clear()
 
     def close(self) -> None:
         """Close every idle connection, and those in use when they come back."""
@@ -152,7 +187,8 @@ class ConnectionPool:
                 f"cannot connect to {where}: {error.strerror or error}"
                 if isinstance(error, OSError)
                 else f"cannot connect to {where}: {error}",
-                hint="check the endpoint, firewall and proxy settings",
+                hint=OPEN_FILES_HINT if is_out_of_files(error) else "check the endpoint, firewall and proxy settings",
+                is_out_of_files=is_out_of_files(error),
             ) from error
 
     async def _connect(self, origin: Origin) -> HttpConnection:
@@ -163,9 +199,10 @@ class ConnectionPool:
             await _open_tunnel(loop, origin, connection, context)
             return connection
         host, port = (origin.proxy.host, origin.proxy.port) if origin.proxy else (origin.host, origin.port)
-        # uvloop walks the addresses on its own and takes no such argument.
-        is_asyncio = isinstance(loop, asyncio.BaseEventLoop)
-        options: dict[str, Any] = {"happy_eyeballs_delay": _HAPPY_EYEBALLS_DELAY_SECONDS} if is_asyncio else {}
+        # uvloop walks the addresses on its own and takes no such argument. A single address needs no race,
+        # which loses a socket that was just connected when it is cancelled.
+        has_race = isinstance(loop, asyncio.BaseEventLoop) and not _is_address(host)
+        options: dict[str, Any] = {"happy_eyeballs_delay": _HAPPY_EYEBALLS_DELAY_SECONDS} if has_race else {}
         await loop.create_connection(
             lambda: connection,
             host,
@@ -175,6 +212,14 @@ class ConnectionPool:
             **options,
         )
         return connection
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 class _Tunnel(asyncio.Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -18,6 +19,7 @@ from streamer.transport.connection import ConnectionDropped, HttpConnection, Res
 from streamer.transport.failures import CredentialsExpired, Place, bad_response, classify, unavailable
 from streamer.transport.head import MalformedResponse, ResponseHead
 from streamer.transport.pool import ConnectFailed, ConnectionPool, Origin
+from streamer.transport.pressure import Pressure
 from streamer.transport.retry import Attempts, RetryPolicy, TransientFailure, call_with_retries
 from streamer.transport.scatter import Scatter
 from streamer.transport.stats import TransferStats
@@ -26,6 +28,7 @@ __all__ = ["Address", "RangeReader", "ReadTarget", "read_resuming"]
 
 #: A failed try that delivered this much counts as progress.
 _PROGRESS_BYTES = 256 << 10
+_ASKED_TOO_MUCH = (429, 503)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +38,13 @@ class Address:
     Attributes:
         request_target: may carry a signature, so it is never shown.
         signer: who signed it; the source's own.
+        headers: that are part of the signature. May hold a key, so they are never shown.
     """
 
     origin: Origin
     request_target: str = field(repr=False)
     signer: object = field(default=None, repr=False)
+    headers: tuple[tuple[str, str], ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +71,7 @@ TryRead = Callable[[int, Scatter, bool], Awaitable[None]]
 
 
 async def read_resuming(
-    try_read: TryRead, start: int, scatter: Scatter, policy: RetryPolicy, stats: TransferStats
+    try_read: TryRead, start: int, scatter: Scatter, policy: RetryPolicy, stats: TransferStats, pressure: Pressure
 ) -> None:
     """Fill `scatter` with the bytes from `start` on, resuming after each failure at the last good byte.
 
@@ -84,7 +89,8 @@ async def read_resuming(
             before = scatter.filled
             stats.requests += 1
             try:
-                return await try_read(start + before, scatter, renew)
+                async with pressure.admitted(scatter.remaining):
+                    return await try_read(start + before, scatter, renew)
             except CredentialsExpired as expired:
                 if renewals:
                     raise expired.final from None
@@ -95,7 +101,10 @@ async def read_resuming(
                 stats.note_bytes(gained)
                 attempts.progressed = gained >= _PROGRESS_BYTES
 
-    def on_retry(_: TransientFailure) -> None:
+    def on_retry(failure: TransientFailure) -> None:
+        if failure.final.status in _ASKED_TOO_MUCH:
+            stats.throttled += 1
+            pressure.refused()
         stats.retries += 1
         stats.resumed_bytes += scatter.filled - seen[0]
         seen[0] = scatter.filled
@@ -107,8 +116,16 @@ async def read_resuming(
 class RangeReader:
     """Reads ranges through a `ConnectionPool`. One per source and event loop."""
 
-    def __init__(self, pool: ConnectionPool, config: StreamConfig, policy: RetryPolicy, stats: TransferStats) -> None:
+    def __init__(
+        self,
+        pool: ConnectionPool,
+        config: StreamConfig,
+        policy: RetryPolicy,
+        stats: TransferStats,
+        pressure: Pressure,
+    ) -> None:
         self._pool = pool
+        self._pressure = pressure
         self._policy = policy
         self._stats = stats
         self._idle_timeout = config.idle_timeout_seconds
@@ -131,7 +148,7 @@ class RangeReader:
             address = await target.address(address if renew else None)
             await self._try(target, Place(target.url, position, end), address, scatter)
 
-        await read_resuming(try_read, start, scatter, self._policy, self._stats)
+        await read_resuming(try_read, start, scatter, self._policy, self._stats, self._pressure)
 
     async def _try(self, target: ReadTarget, place: Place, address: Address, scatter: Scatter) -> None:
         try:
@@ -156,9 +173,11 @@ class RangeReader:
             if head.status not in (200, 206):
                 return False
             check_range_response(expected, head.status, head.headers)
+            self._pressure.answered(time.monotonic() - asked)
             return True
 
         was_used = connection.exchanges > 0
+        asked = time.monotonic()
         try:
             head, body = await connection.exchange(
                 _render(address, expected),
@@ -208,4 +227,5 @@ def _render(address: Address, expected: Expected) -> bytes:
     ]
     if expected.etag is not None:
         lines.append(f"If-Match: {expected.etag}")
+    lines += [f"{name}: {value}" for name, value in address.headers]
     return "\r\n".join((f"GET {target} HTTP/1.1", *lines, "", "")).encode("latin-1")

@@ -83,13 +83,15 @@ class RetryPolicy:
 class Attempts:
     """The history of one operation, seen by whoever decides whether it goes on."""
 
-    __slots__ = ("_policy", "_progressed_at", "_started_at", "failures", "free", "progressed", "total")
+    __slots__ = ("_policy", "_progressed_at", "_started_at", "failures", "free", "limited", "progressed", "total")
 
     def __init__(self, policy: RetryPolicy) -> None:
         self._policy = policy
         self._started_at = self._progressed_at = policy.clock()
         self.total = 0
         self.failures = 0
+        self.limited = 0
+        """Those of the failures that allow fewer tries; a busy store must not use these up."""
         self.free = 0
         self.progressed = False
         """Set by the operation when the current try delivered enough to count as progress."""
@@ -98,12 +100,16 @@ class Attempts:
         """Count `failure`; return how long to wait, or None to give up."""
         policy, now = self._policy, self._policy.clock()
         if self.progressed:
-            self.failures, self._progressed_at, self.progressed = 0, now, False
+            self.failures, self.limited, self._progressed_at, self.progressed = 0, 0, now, False
         if failure.free and self.free < policy.attempts:
             self.free += 1
             return 0.0
         self.failures += 1
-        if self.failures >= min(policy.attempts, failure.most_attempts or policy.attempts):
+        if failure.most_attempts is not None:
+            self.limited += 1
+            if self.limited >= failure.most_attempts:
+                return None
+        if self.failures >= policy.attempts:
             return None
         pause = policy.wait_seconds(self.failures, failure.retry_after)
         return pause if now + pause - self._progressed_at < policy.deadline_seconds else None

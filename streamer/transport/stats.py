@@ -17,6 +17,8 @@ class TransferStats:
         bytes_received: body bytes that arrived, good or not needed any more.
         retries: tries after a failure.
         resumed_bytes: bytes that a failed try had delivered and that were not asked for again.
+        throttled: answers that asked for fewer requests.
+        hedges: reads that were asked for a second time because they took long.
         first_byte_at: ``time.monotonic`` when the first body was complete or under way; None before.
     """
 
@@ -24,6 +26,8 @@ class TransferStats:
     bytes_received: int = 0
     retries: int = 0
     resumed_bytes: int = 0
+    throttled: int = 0
+    hedges: int = 0
     first_byte_at: float | None = None
 
     def note_bytes(self, count: int) -> None:

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import multiprocessing
 import shutil
 from pathlib import Path
 
 import pytest
+import safetensors.torch
+import torch
 
+from streamer.artifacts.digests import make_manifest
 from streamer.artifacts.metadata import PINS_FILE, metadata_folder, pull, read_pins
+from streamer.checkpoint.manifest import MANIFEST_KEY
 from streamer.config import StreamConfig
-from streamer.errors import CheckpointError, ConfigError, ObjectNotFoundError, SourceUnavailableError
+from streamer.errors import (
+    CheckpointError,
+    ConfigError,
+    IntegrityError,
+    ObjectNotFoundError,
+    SourceUnavailableError,
+)
+from streamer.sources.memory import MemorySource
 from tests.servers.object_server import Fault, ObjectServer, error_response
 
 FILES = {
@@ -86,6 +98,20 @@ def test_a_failure_leaves_nothing_behind(stored: ObjectServer, tmp_path: Path) -
     assert [path.name for path in (tmp_path / "cache" / "models").iterdir() if path.is_dir()] == []
     stored.faults.clear()
     assert contents(pull("s3://models/org/m", config).folder) == FILES
+
+
+def test_a_changed_tokenizer_is_found_by_the_manifest(server: ObjectServer, tmp_path: Path) -> None:
+    weights = safetensors.torch.save({"a": torch.ones(3)})
+    files = {"config.json": b"{}", "tokenizer.json": b"words", "model.safetensors": weights}
+    manifest = asyncio.run(make_manifest(MemorySource(files), StreamConfig()))
+    for key, body in {**files, MANIFEST_KEY: manifest.to_json()}.items():
+        server.put("models", f"m/{key}", body)
+    config = config_for(server, tmp_path, integrity="manifest")
+    pull("s3://models/m", config)
+    server.put("models", "m/tokenizer.json", b"wordz")
+    with pytest.raises(IntegrityError, match=r"s3://models/m/tokenizer\.json: the bytes are not those"):
+        pull("s3://models/m", config)
+    pull("s3://models/m", config.replace(integrity="store"))
 
 
 def test_an_unfinished_folder_is_replaced(stored: ObjectServer, tmp_path: Path) -> None:

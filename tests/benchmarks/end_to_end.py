@@ -87,6 +87,7 @@ def streamer_row(arguments: dict[str, Any], *, transport: str = "native", rank: 
     emit(
         sample,
         requests=report.requests,
+        retries=report.retries,
         needed_bytes=report.needed_bytes,
         peak_buffer_bytes=report.peak_buffer_bytes,
         times=report.to_dict()["times"],

@@ -76,9 +76,9 @@ def write_checkpoint(folder: Path, config: Mapping[str, Any]) -> int:
 
 
 @contextlib.contextmanager
-def object_server(root: Path, *options: str) -> Iterator[str]:
+def object_server(root: Path, *options: str, module: str = "tests.servers.object_server") -> Iterator[str]:
     """Our object server in a process of its own, on processor 0 where there are two."""
-    command = [sys.executable, "-m", "tests.servers.object_server", str(root), *options]
+    command = [sys.executable, "-m", module, str(root), *options]
     process = subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, preexec_fn=_pin(0)
     )

@@ -23,6 +23,16 @@ def test_end_to_end_at_a_small_size(tmp_path: Path) -> None:
     assert one["s3stream, rank 1 of 2"]["needed_bytes"] < document["checkpoint_bytes"] * 0.51
 
 
+def test_faults_at_a_small_size(tmp_path: Path) -> None:
+    command = ["-m", "tests.benchmarks.faults", "--rounds", "1", "--layers", "1", "--results", str(tmp_path)]
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    document = json.loads((tmp_path / "faults.json").read_text())
+    (one,) = document["rounds"]
+    assert one["in good health"]["retries"] == 0
+    assert one["with faults"]["retries"] >= 10
+
+
 def test_readme_quotes_the_raw_results() -> None:
     readme = (ROOT / "README.md").read_text()
     speed = json.loads((RESULTS / "end_to_end.json").read_text())

@@ -20,70 +20,15 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import parse_qs, quote, unquote
+from urllib.parse import quote
 from xml.sax.saxutils import escape
 
-REASONS = {200: "OK", 206: "Partial Content", 400: "Bad Request", 403: "Forbidden", 404: "Not Found"}
+from tests.servers.messages import REASONS, Fault, Request, Response, Stored, error_response, parse_request
 
-
-@dataclass
-class Stored:
-    """An object: bytes in memory, or a file."""
-
-    content: bytes | Path
-    etag: str
-    size: int
-
-
-@dataclass
-class Request:
-    method: str
-    bucket: str
-    key: str
-    query: dict[str, list[str]]
-    headers: dict[str, str]
-    target: str
-
-
-@dataclass
-class Response:
-    """What will be sent; faults change it."""
-
-    status: int
-    headers: dict[str, str]
-    body: bytes | Path = b""
-    start: int = 0
-    count: int = 0
-    cut_after: int | None = None
-    """Close the connection, cleanly, after this many body bytes."""
-    reset_after: int | None = None
-    """Reset the connection after this many body bytes; -1: before the head."""
-    stall_after: int | None = None
-    """Send nothing more after this many body bytes; -1: before the head."""
-    bytes_per_second: float | None = None
-    delay_seconds: float = 0.0
-
-
-@dataclass
-class Fault:
-    """Changes responses to matching requests.
-
-    Args:
-        change: edits the response in place, or returns another.
-        key: part of the key that must match; "" matches all.
-        times: how often; None for ever.
-        skip: matching requests to let pass first.
-        method: GET, HEAD or LIST.
-    """
-
-    change: Callable[[Request, Response], Response | None]
-    key: str = ""
-    times: int | None = 1
-    skip: int = 0
-    method: str = "GET"
+__all__ = ["Counters", "Fault", "ObjectServer", "Request", "Response", "Stored", "error_response"]
 
 
 @dataclass
@@ -104,7 +49,10 @@ class ObjectServer:
         root: folder of buckets; more can be `put` from memory.
         first_byte_seconds, bytes_per_second: of every GET, per connection.
         require_signature: refuse requests without an Authorization header or signed query.
-        tls: server context; then the URL is https.
+        tls: server context; then the URL is https. It may be exchanged later, for new connections.
+
+    Attributes:
+        accept_seconds: how long a new connection waits before anything is read from it.
     """
 
     def __init__(
@@ -125,9 +73,11 @@ class ObjectServer:
         self._first_byte_seconds = first_byte_seconds
         self._bytes_per_second = bytes_per_second
         self._require_signature = require_signature
-        self._tls = tls
-        self._lock = threading.Lock()
+        self.tls = tls
+        self.accept_seconds = 0.0
+        self._lock = threading.RLock()  # faults call back
         self._stopping = threading.Event()
+        self._is_refusing = False
         self._connections: set[socket.socket] = set()
         self._listener = socket.create_server(("127.0.0.1", port), backlog=512)
         self.port: int = self._listener.getsockname()[1]
@@ -136,11 +86,11 @@ class ObjectServer:
                 if path.is_file():
                     bucket, _, key = path.relative_to(root).as_posix().partition("/")
                     self.put_file(bucket, key, path)
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._listen()
 
     @property
     def url(self) -> str:
-        return f"{'https' if self._tls else 'http'}://127.0.0.1:{self.port}"
+        return f"{'https' if self.tls else 'http'}://127.0.0.1:{self.port}"
 
     def __enter__(self) -> ObjectServer:
         return self
@@ -150,13 +100,24 @@ class ObjectServer:
 
     def close(self) -> None:
         self._stopping.set()
+        self.refuse()
+
+    def refuse(self) -> None:
+        """Drop every connection and refuse new ones, until `accept_again`."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         with self._lock:
+            self._is_refusing = True
             for connection in self._connections:
                 with contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
+
+    def accept_again(self) -> None:
+        if not self._stopping.is_set():
+            self._listener = socket.create_server(("127.0.0.1", self.port), backlog=512)
+            self._is_refusing = False
+            self._listen()
 
     def put(self, bucket: str, key: str, content: bytes) -> None:
         etag = f'"{hashlib.md5(content).hexdigest()}"'
@@ -174,10 +135,13 @@ class ObjectServer:
 
     # -- connections ---------------------------------------------------------------------------------
 
-    def _accept(self) -> None:
+    def _listen(self) -> None:
+        threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
+
+    def _accept(self, listener: socket.socket) -> None:
         while not self._stopping.is_set():
             try:
-                connection, _ = self._listener.accept()
+                connection, _ = listener.accept()
             except OSError:
                 return
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
@@ -191,9 +155,16 @@ class ObjectServer:
                 self.counters.most_open_connections, self.counters.open_connections
             )
             self._connections.add(connection)
+        stream = connection
         try:
-            stream = self._tls.wrap_socket(connection, server_side=True) if self._tls else connection
+            if self._is_refusing:  # accepted just before
+                return
+            self._stopping.wait(self.accept_seconds)
+            stream = self.tls.wrap_socket(connection, server_side=True) if self.tls else connection
             with stream:
+                with self._lock:  # the wrapped socket has taken the connection over
+                    self._connections.discard(connection)
+                    self._connections.add(stream)
                 received = b""
                 while not self._stopping.is_set():
                     while b"\r\n\r\n" not in received:
@@ -209,13 +180,13 @@ class ObjectServer:
         finally:
             with self._lock:
                 self.counters.open_connections -= 1
-                self._connections.discard(connection)
+                self._connections -= {connection, stream}
             connection.close()
 
     def _answer(self, stream: socket.socket, head: bytes) -> bool:
         """Answer one request; return whether the connection stays open."""
-        request = _parse(head)
-        response = self._route(request)
+        request = parse_request(head)
+        response = self.route(request)
         kind = "LIST" if request.method == "GET" and not request.key else request.method
         with self._lock:
             self.counters.requests[kind] += 1
@@ -227,7 +198,7 @@ class ObjectServer:
 
     def _apply_faults(self, kind: str, request: Request, response: Response) -> Response:
         for fault in self.faults:
-            if fault.method != kind or fault.key not in request.key or fault.times == 0:
+            if not fault.matches(kind, request):
                 continue
             if fault.skip:
                 fault.skip -= 1
@@ -249,7 +220,10 @@ class ObjectServer:
             time.sleep(wait)
         lines = [f"HTTP/1.1 {response.status} {REASONS.get(response.status, 'Status')}"]
         lines += [f"{name}: {value}" for name, value in response.headers.items()]
-        stream.sendall(("\r\n".join(lines) + "\r\n\r\n").encode("latin-1"))
+        head = ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
+        stream.sendall(head[: response.head_bytes])
+        if response.head_bytes is not None:
+            response.count = response.cut_after = 0
         if request.method == "HEAD":
             return request.headers.get("connection", "").lower() != "close"
         limits = [
@@ -264,6 +238,7 @@ class ObjectServer:
                 self.counters.body_bytes += size
             if rate:
                 time.sleep(max(0.0, size / rate - (time.monotonic() - began)))
+        stream.sendall(response.extra)
         if response.reset_after is not None:
             _reset(stream)
             return False
@@ -277,7 +252,7 @@ class ObjectServer:
             stream.sendall(memoryview(body)[start : start + count])
             return
         with body.open("rb", buffering=0) as file:
-            if self._tls:
+            if isinstance(stream, ssl.SSLSocket):
                 file.seek(start)
                 while count:
                     chunk = file.read(min(count, 1 << 18))
@@ -290,20 +265,21 @@ class ObjectServer:
 
     # -- the protocol --------------------------------------------------------------------------------
 
-    def _route(self, request: Request) -> Response:
+    def route(self, request: Request) -> Response:
+        """Answer as a store in good health does."""
         if self._require_signature and not ("authorization" in request.headers or "X-Amz-Signature" in request.query):
-            return _error(403, "AccessDenied", "Access Denied")
+            return error_response(403, "AccessDenied", "Access Denied")
         bucket = self.objects.get(request.bucket)
         if bucket is None:
-            return _error(404, "NoSuchBucket", "The specified bucket does not exist")
+            return error_response(404, "NoSuchBucket", "The specified bucket does not exist")
         if not request.key:
             return self._list(request, bucket)
         stored = bucket.get(request.key)
         if stored is None:
-            return _error(404, "NoSuchKey", "The specified key does not exist.")
+            return error_response(404, "NoSuchKey", "The specified key does not exist.")
         wanted = request.headers.get("if-match")
         if wanted is not None and wanted != stored.etag:
-            return _error(412, "PreconditionFailed", "At least one of the preconditions failed")
+            return error_response(412, "PreconditionFailed", "At least one of the preconditions failed")
         headers = {"ETag": stored.etag, "Accept-Ranges": "bytes", "x-amz-request-id": "TESTREQUEST"}
         start, end = 0, stored.size
         given = request.headers.get("range")
@@ -313,7 +289,7 @@ class ObjectServer:
         first, _, last = given.removeprefix("bytes=").partition("-")
         start, end = int(first), min(stored.size, int(last) + 1 if last else stored.size)
         if start >= stored.size:
-            return _error(416, "InvalidRange", "The requested range is not satisfiable")
+            return error_response(416, "InvalidRange", "The requested range is not satisfiable")
         headers["Content-Length"] = str(end - start)
         headers["Content-Range"] = f"bytes {start}-{end - 1}/{stored.size}"
         return Response(206, headers, stored.content, start, end - start)
@@ -353,35 +329,6 @@ class ObjectServer:
         if self.bucket_region:
             headers["x-amz-bucket-region"] = self.bucket_region
         return Response(200, headers, body, 0, len(body))
-
-
-def error_response(status: int, code: str, message: str = "", **headers: str) -> Response:
-    """An S3 error document, for faults."""
-    response = _error(status, code, message)
-    response.headers.update({name.replace("_", "-"): value for name, value in headers.items()})
-    return response
-
-
-def _error(status: int, code: str, message: str) -> Response:
-    body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{escape(message)}</Message></Error>".encode()
-    headers = {
-        "Content-Type": "application/xml",
-        "Content-Length": str(len(body)),
-        "x-amz-request-id": "TESTREQUEST",
-    }
-    return Response(status, headers, body, 0, len(body))
-
-
-def _parse(head: bytes) -> Request:
-    first, *lines = head.decode("latin-1").split("\r\n")
-    method, target, _ = first.split(" ", 2)
-    headers = {}
-    for line in lines:
-        name, _, value = line.partition(":")
-        headers[name.strip().lower()] = value.strip()
-    path, _, query = target.partition("?")
-    bucket, _, key = path.lstrip("/").partition("/")
-    return Request(method, unquote(bucket), unquote(key), parse_qs(query, keep_blank_values=True), headers, target)
 
 
 def _portions(start: int, count: int, rate: float | None) -> Iterator[tuple[int, int]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import uuid
 import zipfile
 from collections.abc import Awaitable, Callable, Iterator
@@ -26,6 +25,7 @@ from streamer.errors import (
 )
 from streamer.sources import open_source
 from streamer.sources.fsspec_source import FsspecSource
+from streamer.transport.failures import Place
 from tests.servers.object_server import ObjectServer
 
 QUICK = StreamConfig(retry_attempts=3, retry_first_wait_seconds=0.001)
@@ -112,6 +112,7 @@ def test_a_replaced_object_is_noticed(memory: tuple[Any, str], while_reading: bo
 def test_reads_that_end_together_share_one_look(memory: tuple[Any, str]) -> None:
     async def work(source: FsspecSource) -> None:
         items = {item.key: item for item in await source.list()}
+        item = items["model.safetensors"]
         looks = 0
         plain = source._filesystem.info
 
@@ -121,28 +122,11 @@ def test_reads_that_end_together_share_one_look(memory: tuple[Any, str]) -> None
             return plain(path, **options)
 
         source._filesystem.info = counted
-        together = threading.Barrier(16)
-        read = source._filesystem.cat_file
-
-        def waiting(*args: Any, **kwargs: Any) -> bytes:
-            body: bytes = read(*args, **kwargs)
-            together.wait(timeout=10)
-            return body
-
-        source._filesystem.cat_file = waiting
-        buffers = [bytearray(10) for _ in range(16)]
-        await asyncio.gather(
-            *(
-                source.read_into(items["model.safetensors"], 10 * number, [memoryview(buffer)])
-                for number, buffer in enumerate(buffers)
-            )
-        )
-        assert b"".join(buffers) == BODY[:160]
-        assert 1 <= looks < 16
-        looks = 0
-        source._filesystem.cat_file = read
-        await source.read_into(items["model.safetensors"], 0, [memoryview(bytearray(10))])
-        assert looks == 1  # an older look says nothing of a later read
+        place = Place(source.label(item.key), 0, 10)
+        await asyncio.gather(*(source._require_unchanged(item, place) for _ in range(16)))
+        assert looks == 1
+        await source.read_into(item, 0, [memoryview(bytearray(10))])
+        assert looks == 2  # an older look says nothing of a later read
 
     use(source_for(f"memory:/{memory[1]}"), work)
 

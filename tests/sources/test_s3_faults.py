@@ -239,10 +239,10 @@ def test_a_byte_at_a_time_is_not_progress(server: ObjectServer) -> None:
         fetch(server, "native", retry_attempts=3)
 
 
-def test_trickle_below_the_minimum_rate_is_a_stall(server: ObjectServer) -> None:
+def test_trickle_below_the_minimum_rate_is_a_stall(server: ObjectServer, transport: str) -> None:
     server.faults = [Fault(setting(bytes_per_second=20_000.0), times=None)]
     with pytest.raises(SourceUnavailableError, match="stalled: only .* bytes arrived in 0.5 s"):
-        fetch(server, "native", min_rate_bytes_per_second=1 << 20, retry_attempts=2)
+        fetch(server, transport, min_rate_bytes_per_second=1 << 20, retry_attempts=2)
 
 
 def test_slow_but_moving_is_not_a_stall(server: ObjectServer) -> None:

@@ -163,6 +163,13 @@ def test_tls_proxy_points_to_the_sdk(server: ObjectServer, monkeypatch: pytest.M
     assert "hunter2" not in str(caught.value)
 
 
+def test_the_sdk_tries_a_proxy_that_speaks_tls(server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "https://user:hunter2@127.0.0.1:1")
+    with pytest.raises(SourceUnavailableError, match="proxy") as caught:
+        roundtrip(server, transport="sdk")
+    assert "hunter2" not in str(caught.value)
+
+
 @pytest.mark.parametrize("how", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "profile"])
 def test_endpoint_as_botocore_resolves_it(
     server: ObjectServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, how: str

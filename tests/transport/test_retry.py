@@ -97,6 +97,17 @@ def test_unlikely_answers_get_fewer_attempts() -> None:
     assert caught.value.attempts == 2
 
 
+def test_other_failures_do_not_use_up_the_fewer_attempts() -> None:
+    kinds = [{}, {}, {"most_attempts": 2}, {}]
+
+    async def operation(attempts: Attempts) -> str:
+        if kinds:
+            raise failure(**kinds.pop(0))
+        return f"done after {attempts.total}"
+
+    assert asyncio.run(call_with_retries(operation, policy(Clock()))) == "done after 5"
+
+
 def test_a_stale_connection_costs_neither_wait_nor_attempt_but_is_bounded() -> None:
     clock = Clock()
     assert asyncio.run(call_with_retries(failing(3, free=True), policy(clock))) == "done after 4"

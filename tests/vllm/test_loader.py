@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
@@ -15,15 +16,20 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from streamer.artifacts.digests import make_manifest
+from streamer.checkpoint.manifest import MANIFEST_KEY
+from streamer.config import StreamConfig
 from streamer.errors import (
     CheckpointError,
     ConfigError,
     IncompleteCheckpointError,
+    IntegrityError,
     MissingDependencyError,
     MissingParametersError,
     ObjectChangedError,
     UnsupportedCheckpointError,
 )
+from streamer.sources import open_source
 from tests.servers.object_server import ObjectServer
 from tests.vllm.cases import Case
 from tests.vllm.host import Built, build, differences, finalize, load_default, loading, tensors_of
@@ -157,6 +163,27 @@ def test_a_url_becomes_a_folder_and_the_loader_finds_the_weights(store: ObjectSe
         assert report.url == f"{URL}/"
         assert report.verified.copies == report.copies
         assert report.fetched_bytes == report.needed_bytes + report.over_read_bytes
+
+
+def test_weights_are_held_against_a_manifest(store: ObjectServer, checkpoint: Get) -> None:
+    case, folder = checkpoint("llama_sharded")
+    store.put_folder("models", "org/m/", folder)
+    source = open_source(URL, StreamConfig.resolve())
+    manifest = asyncio.run(make_manifest(source, StreamConfig(), block_bytes=4096))
+    store.put("models", f"org/m/{MANIFEST_KEY}", manifest.to_json())
+    extra = {"integrity": "manifest"}
+    expected = build(folder, case, tensor=2, rank=1)
+    load_default(expected)
+    built = build(Path(engine_config(URL, model_loader_extra_config=extra).model_config.model), case, tensor=2, rank=1)
+    load_ours(built, **extra)
+    assert not differences(tensors_of(expected.model), tensors_of(built.model))
+    shard = "model-00002-of-00003.safetensors"
+    body = bytearray((folder / shard).read_bytes())
+    body[-1] ^= 1
+    store.put("models", f"org/m/{shard}", bytes(body))
+    pulled = Path(engine_config(URL, model_loader_extra_config=extra).model_config.model)
+    with pytest.raises(IntegrityError, match=re.escape(f"{URL}/{shard} bytes")):
+        load_ours(build(pulled, case, tensor=1, rank=0), **extra)
 
 
 def test_what_was_replaced_since_the_url_was_resolved_is_refused(store: ObjectServer, checkpoint: Get) -> None:

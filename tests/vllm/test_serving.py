@@ -166,6 +166,7 @@ def test_served_from_a_url(
     where: str,
     request: pytest.FixtureRequest,
     scratch: Path,
+    host: EngineHost,
     from_disk: Answer,
     checkpoints: Checkpoints,
     tmp_path: Path,
@@ -179,11 +180,20 @@ def test_served_from_a_url(
         **(serving.two_ranks() if ranks > 1 else {}),
     )
     url = checkpoints.url("tiny")
-    server = Server(url, ["--tensor-parallel-size", str(ranks)], variables, tmp_path / "log")
+    arguments, names = ["--tensor-parallel-size", str(ranks)], [url]
+    if ranks == 1:
+        adapter = f"adapter={checkpoints.url('adapter')}"
+        arguments += ["--enable-lora", "--max-lora-rank", "8", "--lora-modules", adapter]
+        names.append("adapter")
+    server = Server(url, arguments, variables, tmp_path / "log")
     with server, serving.nothing_left_of(server.tree):
         server.wait_until_healthy()
         assert server.complete(url) == from_disk.tokens[0]
-        assert [model["id"] for model in server.get("/v1/models")["data"]] == [url]
+        assert [model["id"] for model in server.get("/v1/models")["data"]] == names
+        if ranks == 1:
+            local: Options = {"enable_lora": True, "max_lora_rank": 8, "adapters": [str(checkpoints.folder("adapter"))]}
+            expected = host.generate(checkpoints.folder("tiny"), **local)
+            assert server.complete("adapter") == expected.tokens[0] != from_disk.tokens[0]
         # There is something that could be left behind.
         assert len(server.tree.alive()) > ranks
         assert server.tree.shared_memory()

@@ -1,0 +1,75 @@
+"""``s3stream verify``: a manifest, and everything held against it. Needs no torch."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from streamer.artifacts.digests import BLOCK_BYTES, differences, make_manifest
+from streamer.checkpoint.manifest import MANIFEST_KEY, MAX_MANIFEST_BYTES, Manifest, parse_manifest
+from streamer.cli.output import Output, size_text
+from streamer.config import StreamConfig
+from streamer.errors import CheckpointError, ConfigError, ObjectNotFoundError
+from streamer.fetch.headers import read_object
+from streamer.sources import open_source
+from streamer.sources.write import write_object
+
+__all__ = ["run_verify"]
+
+
+def run_verify(url: str, config: StreamConfig, output: Output, *, write: bool, target: Path | None) -> bool:
+    """Read the whole checkpoint; write its manifest, or compare it with the one it has. Return whether it is right."""
+    if write and target is not None:
+        raise ConfigError("--write and --output contradict each other; give one")
+    expected, found = asyncio.run(_read(url, config, output, compare=not write and target is None))
+    problems = differences(expected, found) if expected is not None else []
+    if write:
+        write_object(url, MANIFEST_KEY, found.to_json(), config)
+    elif target is not None:
+        target.write_bytes(found.to_json())
+    tensors = [stretch for file in found.files.values() for stretch in file.stretches if stretch.name]
+    document = {
+        "ok": not problems,
+        "url": url,
+        "problems": problems,
+        "files": len(found.files),
+        "tensors": len(tensors),
+        "bytes": sum(file.size for file in found.files.values()),
+        "written": MANIFEST_KEY if write else None if target is None else str(target),
+    }
+    output.result(document, lambda console: _show(document, console))
+    return not problems
+
+
+async def _read(url: str, config: StreamConfig, output: Output, *, compare: bool) -> tuple[Manifest | None, Manifest]:
+    source = open_source(url, config)
+    try:
+        expected = None
+        if compare:
+            try:
+                item = await source.stat(MANIFEST_KEY)
+            except ObjectNotFoundError as error:
+                raise CheckpointError(
+                    f"{source.url} has no {MANIFEST_KEY} to compare with", hint="make one with --write"
+                ) from error
+            body = await read_object(source, item, limit_bytes=MAX_MANIFEST_BYTES)
+            expected = parse_manifest(body, source.label(MANIFEST_KEY))
+        with output.progress("reading") as progress:
+            block_bytes = expected.block_bytes if expected is not None else BLOCK_BYTES
+            found = await make_manifest(source, config, progress=progress, block_bytes=block_bytes)
+        return expected, found
+    finally:
+        await source.close()
+
+
+def _show(document: dict[str, Any], console: Console) -> None:
+    text = f"{document['tensors']} tensors in {document['files']} files, {size_text(document['bytes'])}"
+    if document["written"]:
+        console.print(f"{text}: digests written to {document['written']}", markup=False)
+    elif document["ok"]:
+        console.print(f"{text}: as the manifest says", markup=False)
+    for problem in document["problems"]:
+        console.print(problem, markup=False)
