@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from streamer.errors import ObjectChangedError, ObjectNotFoundError
 from streamer.sources.base import ObjectInfo, Source
-from streamer.transport.stats import TransferStats
+from streamer.sources.wrapper import SourceWrapper
 
 __all__ = ["PinnedSource"]
 
 
-class PinnedSource:
+class PinnedSource(SourceWrapper):
     """`source` as somebody listed it before, in another process perhaps, or part of it.
 
     Nothing is listed again, so that all ranks of a load read the very same objects, whatever happens to
@@ -23,19 +23,8 @@ class PinnedSource:
     """
 
     def __init__(self, source: Source, items: Sequence[ObjectInfo]) -> None:
-        self._source = source
+        super().__init__(source)
         self._items = {item.key: item for item in items}
-
-    @property
-    def url(self) -> str:
-        return self._source.url
-
-    @property
-    def stats(self) -> TransferStats:
-        return self._source.stats
-
-    def label(self, key: str) -> str:
-        return self._source.label(key)
 
     async def list(self) -> Sequence[ObjectInfo]:
         for item in self._items.values():
@@ -54,9 +43,3 @@ class PinnedSource:
         if key not in self._items:
             raise ObjectNotFoundError("it was not there when the model was resolved", url=self.label(key))
         return self._items[key]
-
-    async def read_into(self, item: ObjectInfo, start: int, buffers: Sequence[memoryview]) -> None:
-        await self._source.read_into(item, start, buffers)
-
-    async def close(self) -> None:
-        await self._source.close()

@@ -16,12 +16,12 @@ from streamer.checkpoint.manifest import (
 )
 from streamer.errors import CheckpointError, IntegrityError, ObjectNotFoundError
 from streamer.sources.base import ObjectInfo, Source
-from streamer.transport.stats import TransferStats
+from streamer.sources.wrapper import SourceWrapper
 
 __all__ = ["VerifiedSource"]
 
 
-class VerifiedSource:
+class VerifiedSource(SourceWrapper):
     """`source`, every read of whose weights is widened to whole blocks and checked.
 
     A read that does not match is made once more, for it may have been damaged on its way, and then fails. Hashing
@@ -33,31 +33,20 @@ class VerifiedSource:
     """
 
     def __init__(self, source: Source, *, threads: int = 2) -> None:
-        self._source = source
+        super().__init__(source)
         self._manifest: Manifest | None = None
         self._reading = asyncio.Lock()
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="s3stream-digest")
 
-    @property
-    def url(self) -> str:
-        return self._source.url
-
-    @property
-    def stats(self) -> TransferStats:
-        return self._source.stats
-
-    def label(self, key: str) -> str:
-        return self._source.label(key)
-
     async def list(self) -> Sequence[ObjectInfo]:
-        items = await self._source.list()
+        items = await super().list()
         manifest = await self._read_manifest()
         for item in items:
             self._compare_size(manifest, item)
         return items
 
     async def stat(self, key: str) -> ObjectInfo:
-        item = await self._source.stat(key)
+        item = await super().stat(key)
         self._compare_size(await self._read_manifest(), item)
         return item
 
@@ -128,7 +117,7 @@ class VerifiedSource:
 
     async def close(self) -> None:
         self._threads.shutdown(wait=True)
-        await self._source.close()
+        await super().close()
 
 
 def _first_difference(
