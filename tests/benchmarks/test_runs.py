@@ -58,3 +58,13 @@ def test_readme_quotes_the_census() -> None:
     assert f"Of [{len(loaded) + len(left_out)} checkpoints]" in readme
     assert f"{len(loaded)} end with every parameter" in readme
     assert f"the other {len(left_out)} are those" in readme
+
+
+def test_readme_quotes_the_fault_matrix() -> None:
+    lines = (ROOT / "tests" / "faults" / "results" / "matrix.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    exact = sum(row["outcome"] == "exact" for row in rows)
+    assert all(row["outcome"] == "exact" or row["outcome"].endswith("Error") for row in rows)
+    text = " ".join((ROOT / "README.md").read_text().split())
+    assert f"of {len({row['fault'] for row in rows})} faults by position" in text
+    assert f"has {len(rows)} cells: {exact} loads were exact" in text
