@@ -13,7 +13,7 @@ the difference. The rules that make it so:
 6. Pure functions of lazy tensors stay deferred; what needs values fetches only the bytes of its views.
 7. Everything is completed when the iterator ends and again when ``load_weights`` returns.
 8. What bypasses the dispatcher (``numpy``, ``data_ptr``, pickle) gets a real tensor or an error.
-9. `prefetch` fetches what a set of lazy tensors needs in one go, for layer-wise processing.
+9. `Copies.complete_touching` fetches all that a layer's tensors wait for in one go, for layer-wise processing.
 10. Every tensor yielded is a fresh object that takes attributes.
 """
 

@@ -41,8 +41,6 @@ class Values:
     def __init__(self, fill: Fill, *, dry_run: bool) -> None:
         self._fill = fill
         self._dry_run = dry_run
-        # The base is kept with its value, or its id could come to mean another one.
-        self._prefetched: dict[tuple[object, ...], tuple[Base, torch.Tensor]] = {}
         self._closed = False
         self.busy = False
         """True while bytes are fetched or copied; what happens then is ours and not the model's."""
@@ -53,7 +51,6 @@ class Values:
     def close(self) -> None:
         """End the load: from now on, a leaked lazy tensor raises instead of reading."""
         self._closed = True
-        self._prefetched.clear()
 
     def materialise(self, lazies: Sequence[LazyTensor], why: str) -> Callable[[LazyTensor], torch.Tensor]:
         """Compute `lazies` now; return a function from each to its value. `why` goes into the report."""
@@ -89,24 +86,11 @@ class Values:
             roots: dict[int, torch.Tensor] = {}
             return [self._resolve(lazy, fetched, roots) for lazy in lazies]
 
-    def prefetch(self, lazies: Sequence[LazyTensor]) -> None:
-        """Fetch the bytes of `lazies` together; their next use, each, costs no further read.
-
-        For layer-wise processing, which would otherwise fetch a layer's tensors one after the other.
-        """
-        wanted = [lazy for lazy in lazies if isinstance(lazy.lazy_base, FileBase) and lazy.lazy_base.owned is None]
-        for lazy, value in zip(wanted, self.evaluate(wanted), strict=True):
-            self._prefetched[_cache_key(lazy)] = (lazy.lazy_base, value)
-
     def _fetch(self, leaves: Sequence[LazyTensor]) -> dict[int, torch.Tensor]:
         fetched: dict[int, torch.Tensor] = {}
         jobs = []
         for lazy in leaves:
             mark_used(lazy.lazy_base)
-            cached = self._prefetched.pop(_cache_key(lazy), None)
-            if cached is not None:
-                fetched[id(lazy)] = cached[1]
-                continue
             if self._dry_run:
                 self.would_read.append(lazy)
                 fetched[id(lazy)] = torch.zeros(lazy.shape, dtype=lazy.dtype)
@@ -204,8 +188,3 @@ def _conform(result: Any, base: DeferredBase) -> torch.Tensor:
         return result
     laid_out = torch.empty_strided(root.size(), root.stride(), dtype=root.dtype, device=result.device)
     return laid_out.copy_(result)
-
-
-def _cache_key(lazy: LazyTensor) -> tuple[object, ...]:
-    meta = lazy.lazy_meta
-    return id(lazy.lazy_base), meta.storage_offset(), meta.size(), meta.stride(), meta.dtype

@@ -375,9 +375,10 @@ def test_rule_8_a_lazy_as_data_of_a_parameter_becomes_real() -> None:
     assert set(report.loaded) == {"w", "v"}
 
 
-def test_rule_9_prefetch_brings_a_layer_in_one_read() -> None:
+def test_rule_9_a_layer_is_completed_in_one_read() -> None:
     source = source_of(STATE)
-    model = Model(lambda m, w: None, {"w": (1,)})
+    shapes = {"p": tuple(STATE["a"].shape), "q": tuple(STATE["b"][2:4].shape), "r": tuple(STATE["c"].shape)}
+    model: Any = Model(lambda m, w: None, shapes)
     calls = []
     from streamer.config import StreamConfig
     from streamer.fetch.engine import FetchEngine
@@ -392,11 +393,14 @@ def test_rule_9_prefetch_brings_a_layer_in_one_read() -> None:
         tracer = Tracer(ModelStorages(model), fill)
         lazies: Any = {name: tracer.lazy(info) for name, info in opened.checkpoint.tensors.items()}
         with tracing(tracer):
-            tracer.values.prefetch([lazies["a"], lazies["b"][2:4], lazies["c"]])
-            for name, part in (("a", lazies["a"]), ("b", lazies["b"][2:4]), ("c", lazies["c"])):
-                temporary = torch.empty(part.shape)
-                temporary.copy_(part)
-                assert torch.equal(temporary, STATE[name][2:4] if name == "b" else STATE[name])
+            model.p.copy_(lazies["a"])
+            model.q.copy_(lazies["b"][2:4])
+            model.r.copy_(lazies["c"])
+            tracer.copies.complete_touching(list(model.parameters()))
+            assert calls == [3]
+            assert torch.equal(model.p, STATE["a"])
+            assert torch.equal(model.q, STATE["b"][2:4])
+            assert torch.equal(model.r, STATE["c"])
         assert calls == [3]
 
 
