@@ -92,6 +92,14 @@ class StreamConfig:
     report_dir: str | None = None
     """Folder to which engine plugins write each rank's `LoadReport` as JSON."""
 
+    share: Literal["auto", "off", "require"] = "auto"
+    """Whether the ranks of one machine fetch each byte once and hand it to each other: if they can, never, or
+    else the load fails. It takes a process group (engines have one) and ``mode=trace``. `buffer_bytes` is then what
+    all ranks of the machine have together."""
+
+    share_timeout_seconds: float = 600.0
+    """How long a rank waits for the others when they meet: before weights are read, and when they have been."""
+
     cache_dir: str | None = None
     """Folder for configuration, tokenizers and code of models served from URLs; never for weights.
     ``$XDG_CACHE_HOME/s3stream`` or ``~/.cache/s3stream`` if not given."""
@@ -188,6 +196,7 @@ class StreamConfig:
             "connect_timeout_seconds",
             "idle_timeout_seconds",
             "hedge_after_seconds",
+            "share_timeout_seconds",
         ):
             value = getattr(self, name)
             if not 0 < value < float("inf"):
@@ -198,6 +207,8 @@ class StreamConfig:
                 raise ConfigError(f"option {name} must be a positive number or nothing, not {cap}")
         if self.presign_seconds > 7 * 24 * 3600:
             raise ConfigError("option presign_seconds may be at most 604800 (SigV4 allows seven days)")
+        if self.share == "require" and self.mode == "eager":
+            raise ConfigError("options share=require and mode=eager contradict each other: eager loads share nothing")
         if self.anonymous and self.profile:
             raise ConfigError("options anonymous and profile contradict each other; give one")
 

@@ -67,12 +67,16 @@ class StreamError(Exception):
     Args:
         message: what was being done, to what, and what came back.
         hint: what to try, in one sentence; printed after the message.
+
+    Attributes:
+        rank: on which it happened, if on another of those that load together.
     """
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.hint = hint
+        self.rank: int | None = None
 
     def __str__(self) -> str:
         return f"{self.message} ({self.hint})" if self.hint else self.message

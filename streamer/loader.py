@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,9 +14,14 @@ from streamer.errors import LoadError
 from streamer.fetch.dtypes import check_byte_order
 from streamer.fetch.eager import iterate_tensors
 from streamer.fetch.engine import FetchEngine, Progress
+from streamer.missing import missing_parameters
 from streamer.report import LoadReport
 from streamer.session import LoadSession, OpenedPart
+from streamer.share.group import ProcessGroup
 from streamer.sources import Source, open_source, split_file
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 __all__ = ["Weights", "iterate", "load"]
 
@@ -27,7 +32,14 @@ Weights = Iterable[tuple[str, torch.Tensor]]
 Options = StreamConfig | Mapping[str, Any] | None
 
 
-def load(model: Any, url: str | Source, config: Options = None, *, progress: Progress | None = None) -> LoadReport:
+def load(
+    model: Any,
+    url: str | Source,
+    config: Options = None,
+    *,
+    progress: Progress | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> LoadReport:
     """Load a checkpoint into `model`, fetching only the bytes that its parameters take.
 
     A model with a method ``load_weights(iterable of (name, tensor))``, as vLLM's and SGLang's have, is
@@ -39,6 +51,8 @@ def load(model: Any, url: str | Source, config: Options = None, *, progress: Pro
         url: a folder of safetensors files, one such file, or a source, which is closed afterwards.
         config: a `StreamConfig`, or options for `StreamConfig.resolve`.
         progress: called with bytes arrived and bytes wanted, per batch of reads.
+        group: the ranks that load this checkpoint together, over gloo, all of which call this. Those on one machine
+            fetch each byte once; see ``share``.
 
     Returns:
         What was loaded, ignored, fetched, and how long each part took.
@@ -46,17 +60,19 @@ def load(model: Any, url: str | Source, config: Options = None, *, progress: Pro
     Raises:
         ConfigError, CheckpointError, SourceError: before or while reading; parameters may be half filled.
         MissingParametersError: parameters got no values, and ``strict`` is on.
-        LoadError: shapes do not match, or the model kept lazy tensors.
+        LoadError: shapes do not match, or the model kept lazy tensors, or another rank of `group` is gone. Whatever
+            another rank raises is raised on all, with its number.
     """
     check_byte_order()
     resolved = _resolve(config)
     source, only = _open(url, resolved)
-    with LoadSession(model, resolved, progress=progress) as session:
+    members = None if group is None else ProcessGroup(group)
+    with LoadSession(model, resolved, progress=progress, group=members) as session:
         _load_with(session, session.open(source, only=only))
         report = session.report()
         missing = sorted(set(report.expected) - set(report.loaded))
         if missing and resolved.strict:
-            raise session.missing(report, missing)
+            raise missing_parameters(report, missing, session.names())
     logger.info("%s", report.summary())
     return report
 

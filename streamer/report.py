@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Cast", "ForcedRead", "LoadReport", "LoadTimes", "Verified"]
+__all__ = ["Cast", "ForcedRead", "LoadReport", "LoadTimes", "Sharing", "Verified"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +45,25 @@ class ForcedRead:
     operation: str
     tensors: tuple[str, ...]
     nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharing:
+    """What a rank had from loading together with others.
+
+    Attributes:
+        ranks: that shared, on this machine; 1 when it could not be done.
+        arena_bytes: of shared memory, for all of them together.
+        read_for_others_bytes: reads that this rank made and others took some of.
+        read_by_others_bytes: reads that others made and this rank took some of.
+        node_fetched_bytes: received by all ranks of this machine, repeated bytes and headers included.
+    """
+
+    ranks: int
+    arena_bytes: int
+    read_for_others_bytes: int
+    read_by_others_bytes: int
+    node_fetched_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +113,7 @@ class LoadReport:
         resumed_bytes: delivered by tries that failed later, and not fetched again.
         peak_buffer_bytes: of staging memory; in eager mode the budget bounds what is fetched ahead.
         verified: what was read again and compared, when `verify` is on.
+        sharing: with other ranks; None for a rank that loads on its own.
     """
 
     url: str
@@ -118,6 +138,7 @@ class LoadReport:
     materialised: tuple[ForcedRead, ...]
     peak_buffer_bytes: int
     verified: Verified | None
+    sharing: Sharing | None
     times: LoadTimes
 
     def to_dict(self) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,13 +14,14 @@ import torch
 
 from streamer.checkpoint.checkpoint import Checkpoint, TensorInfo
 from streamer.config import StreamConfig
-from streamer.errors import MissingParametersError, shorten
+from streamer.errors import ConfigError
 from streamer.fetch.eager import iterate_tensors
-from streamer.fetch.engine import FetchEngine, Progress
+from streamer.fetch.engine import FetchEngine, Filled, Progress
 from streamer.fetch.fill import CopyJob
 from streamer.fetch.headers import OpenedCheckpoint
-from streamer.plan.plan import Plan
 from streamer.report import Cast, LoadReport, LoadTimes, Verified
+from streamer.share.group import Group
+from streamer.share.sharing import SharedFile, Sharing
 from streamer.sources.base import ObjectInfo, Source
 from streamer.trace.barrier import tracing
 from streamer.trace.leaks import refuse_leaks
@@ -62,7 +62,7 @@ class OpenedPart:
 class _Books:
     """What is summed up while a load runs."""
 
-    plans: list[Plan] = field(default_factory=list)
+    fills: list[Filled] = field(default_factory=list)
     headers_seconds: float = 0.0
     loaded: frozenset[str] = frozenset()
     unexpected: tuple[str, ...] = ()
@@ -78,9 +78,15 @@ class LoadSession:
     Args:
         model: see `streamer.load`.
         progress: called with bytes arrived and bytes wanted, per batch of reads.
+        group: the ranks that load together, each with a session of its own, doing the same.
+
+    Raises:
+        ConfigError: ``share=require``, and there is no group.
     """
 
-    def __init__(self, model: Any, config: StreamConfig, *, progress: Progress | None = None) -> None:
+    def __init__(
+        self, model: Any, config: StreamConfig, *, progress: Progress | None = None, group: Group | None = None
+    ) -> None:
         self.model = model
         self.config = config
         self.tracer = Tracer(
@@ -93,11 +99,21 @@ class LoadSession:
         self._stack.callback(self.tracer.close)
         self._books = _Books()
         self._began = time.monotonic()
+        self._sharing: Sharing | None = None
+        if group is None and config.share == "require":
+            raise ConfigError(
+                "share=require, and no process group says which ranks load together",
+                hint="give load() a group, or set share=auto",
+            )
+        if group is not None and group.size > 1 and config.share != "off" and config.mode == "trace":
+            self._sharing = Sharing(group, config, fetched_bytes=self._received)
 
     def __enter__(self) -> LoadSession:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None and self._sharing is not None:
+            self._sharing.fail(error)
         self.close()
 
     def close(self) -> None:
@@ -126,9 +142,12 @@ class LoadSession:
             CheckpointError, SourceError: see `streamer.errors`.
         """
         began = time.monotonic()
-        engine = self._stack.enter_context(FetchEngine(source, self.config))
+        beside = self._parts[0].engine if self._parts else None
+        engine = self._stack.enter_context(FetchEngine(source, self.config, beside=beside))
+        if self._sharing is not None and beside is None:
+            self._stack.callback(self._sharing.close)
         before = dataclasses.replace(source.stats)  # a source may have been used before
-        opened = engine.open_checkpoint(only=only)
+        opened = self._read_headers(engine, only)
         first = len(self._items)
         tensors = [
             dataclasses.replace(info, name=prefix + info.name, file=first + info.file) if prefix or first else info
@@ -143,6 +162,21 @@ class LoadSession:
         self._books.headers_seconds += time.monotonic() - began
         return part
 
+    def _read_headers(self, engine: FetchEngine, only: Sequence[str]) -> OpenedCheckpoint:
+        """Read them, or have them read by one of the ranks that load together; all then have the same pins."""
+        sharing = self._sharing
+        if sharing is None:
+            return engine.open_checkpoint(only=only)
+        opened = sharing.agree(f"open {engine.source.url}", lambda: engine.open_checkpoint(only=only))
+        if not sharing.is_first:
+            engine.confirm(opened)
+        origins: list[list[int]] = [[] for _ in opened.items]
+        for info in opened.checkpoint.tensors.values():
+            origins[info.file].append(info.start)
+        files = zip(opened.items, origins, strict=True)
+        sharing.add(engine, [SharedFile(engine.source, item, sorted(starts)) for item, starts in files])
+        return opened
+
     def weights(self, part: OpenedPart, *, mode: str | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors of `part`: lazy ones, or real ones in eager mode.
 
@@ -156,7 +190,24 @@ class LoadSession:
     def _lazy_weights(self, part: OpenedPart) -> Iterator[tuple[str, torch.Tensor]]:
         for info in part.tensors:
             yield info.name, self.tracer.lazy(info)
-        self.tracer.copies.complete_all()
+        self._complete_all()
+
+    def _complete_all(self, *, is_last: bool = False) -> None:
+        with self._together(is_last=is_last):
+            self.tracer.copies.complete_all()
+
+    @contextlib.contextmanager
+    def _together(self, *, is_last: bool = False) -> Iterator[None]:
+        if self._sharing is None or self._sharing.has_parted:
+            yield
+            return
+        with self.tracer.values.working(), self._sharing.window(is_last=is_last):
+            yield
+
+    def complete_touching(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Complete the copies into `tensors`, together with the other ranks, which must all come here as often."""
+        with self._together():
+            self.tracer.copies.complete_touching(tensors)
 
     # -- while the model's code runs ---------------------------------------------------------------------
 
@@ -169,7 +220,7 @@ class LoadSession:
         """
         with tracing(self.tracer):
             result = load_weights()
-            self.tracer.copies.complete_all()
+            self._complete_all(is_last=True)
         refuse_leaks(self.model)
         if self.config.verify:
             received = self._received()
@@ -184,12 +235,17 @@ class LoadSession:
         return self._parts[bisect_right(self._parts, file, key=lambda part: part.first_file) - 1]
 
     def _fill(self, jobs: Sequence[CopyJob]) -> None:
+        if self._sharing is not None and self._sharing.is_open:
+            filled = self._sharing.fill(jobs, self._progress)
+            if filled is not None:
+                self._books.fills.append(filled)
+                return
         by_part: dict[int, list[CopyJob]] = {}
         for job in jobs:
             by_part.setdefault(self._part_of(job.file).first_file, []).append(job)
         for first_file, group in by_part.items():
             engine = self._part_of(first_file).engine
-            self._books.plans.append(engine.fill(group, self._items, self._progress))
+            self._books.fills.append(engine.fill(group, self._items, self._progress))
 
     def _read(self, reads: Sequence[tuple[int, int, int]]) -> list[bytes]:
         """Read ``(file, start, end)`` ranges, without the planner, in the order given."""
@@ -197,6 +253,10 @@ class LoadSession:
         for file, start, end in reads:
             found.append(self._part_of(file).engine.read_range(self._items[file], start, end))
         return found
+
+    def names(self) -> list[str]:
+        """Return the names of all tensors that are handed out."""
+        return [info.name for part in self._parts for info in part.tensors]
 
     # -- after: what came of it --------------------------------------------------------------------------
 
@@ -224,7 +284,7 @@ class LoadSession:
             for part in parts:
                 unused.update(unused_tensors(tracer, [info.name for info in part.tensors]))
         deltas = [(part.engine.source.stats, part.before) for part in parts]
-        plans = self._books.plans
+        fills = self._books.fills
         return LoadReport(
             url=parts[0].checkpoint.url,
             mode=self.config.mode,
@@ -234,11 +294,11 @@ class LoadSession:
             unexpected=self._books.unexpected,
             unindexed=tuple(name for part in parts for name in part.checkpoint.unindexed),
             checkpoint_bytes=sum(part.checkpoint.nbytes for part in parts),
-            needed_bytes=sum(plan.needed_bytes for plan in plans)
+            needed_bytes=sum(fill.needed_bytes for fill in fills)
             if traced
             else sum(info.nbytes for part in parts for info in part.tensors),
             fetched_bytes=self._received() - self._books.verified_bytes - sum(part.header_bytes for part in parts),
-            over_read_bytes=sum(plan.over_read_bytes for plan in plans),
+            over_read_bytes=sum(fill.over_read_bytes for fill in fills),
             header_bytes=sum(part.header_bytes for part in parts),
             requests=sum(now.requests - before.requests for now, before in deltas),
             throttled=sum(now.throttled - before.throttled for now, before in deltas),
@@ -250,6 +310,7 @@ class LoadSession:
             materialised=tuple(tracer.values.materialised),
             peak_buffer_bytes=max(part.engine.peak_buffer_bytes for part in parts),
             verified=self._books.verified,
+            sharing=None if self._sharing is None else self._sharing.report(),
             times=self._times(),
         )
 
@@ -272,22 +333,3 @@ class LoadSession:
             copy=copy,
             total=total,
         )
-
-    def missing(self, report: LoadReport, names: Sequence[str]) -> MissingParametersError:
-        """Return the error for parameters that got no values, with the nearest tensors of the checkpoint."""
-        every = [info.name for part in self._parts for info in part.tensors]
-        unused = [name for name in every if name in report.ignored or name in report.unexpected]
-        near = {name: _nearest(name, unused or every) for name in names[:5]}
-        found = [f"{name} (nearest in the checkpoint: {other})" if other else name for name, other in near.items()]
-        return MissingParametersError(
-            f"{report.url} has no values for {len(names)} parameters: {shorten([*found, *names[5:]])}",
-            names=names,
-            hint="check that this checkpoint belongs to this model, or set strict=false",
-        )
-
-
-def _nearest(name: str, candidates: Sequence[str]) -> str | None:
-    """Find the most similar name, among those that end alike when there are any."""
-    alike = [other for other in candidates if other.rpartition(".")[2] == name.rpartition(".")[2]]
-    found = difflib.get_close_matches(name, (alike or candidates)[:2000], n=1, cutoff=0.4)
-    return found[0] if found else None

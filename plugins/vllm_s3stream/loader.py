@@ -16,8 +16,10 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from streamer.errors import ConfigError
 from streamer.fetch.dtypes import check_byte_order
+from streamer.missing import missing_parameters
 from streamer.report import LoadReport
 from streamer.session import LoadSession
+from vllm_s3stream.groups import group_that_loads
 from vllm_s3stream.options import PluginOptions
 from vllm_s3stream.progress import byte_progress
 from vllm_s3stream.quantisation import complete_before_processing, finish_delayed_layers
@@ -71,11 +73,13 @@ class S3StreamLoader(DefaultModelLoader):  # type: ignore[misc]  # no types of v
         # A loader may be used again, for a draft model.
         self.counter_before_loading_weights = 0.0
         stream = self._options.stream
+        # Sharded state has files of its own for every rank.
+        group = None if self._options.sharded else group_that_loads()
         with (
             byte_progress(self.load_config.use_tqdm_on_load) as progress,
-            LoadSession(model, stream, progress=progress) as session,
+            LoadSession(model, stream, progress=progress, group=group) as session,
             self._use(session),
-            complete_before_processing(model, session.tracer.copies),
+            complete_before_processing(model, session.complete_touching),
         ):
             if self._options.sharded:
                 self._load_sharded(session, model, model_config)
@@ -177,7 +181,7 @@ class S3StreamLoader(DefaultModelLoader):  # type: ignore[misc]  # no types of v
                 raise
             loaded = loaded_weights or set()
             names = sorted(name for name, _ in model.named_parameters() if name not in loaded)
-            missing = self._session.missing(self.report, names)
+            missing = missing_parameters(self.report, names, self._session.names())
             if self._options.stream.strict:
                 raise missing from error
             logger.warning("s3stream: %s", missing.message)

@@ -9,29 +9,33 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
-from streamer.trace.copies import Copies
 from streamer.trace.lazy import LazyTensor
 from vllm_s3stream.versions import require
 
 __all__ = ["complete_before_processing", "finish_delayed_layers"]
 
+#: Completes the copies into some tensors, on all ranks together.
+Complete = Callable[[Sequence[torch.Tensor]], None]
+
 
 @contextlib.contextmanager
-def complete_before_processing(model: nn.Module, copies: Copies) -> Iterator[None]:
+def complete_before_processing(model: nn.Module, complete: Complete) -> Iterator[None]:
     """Fetch all of a layer's bytes in one go right before vLLM quantises it.
 
-    The quantisation methods of this model, and nobody else's, do so while the context lasts.
+    The quantisation methods of this model, and nobody else's, do so while the context lasts. Every rank processes the
+    same layers in the same order, for vLLM's own collectives in the middle of it.
     """
     wrapped: dict[int, Any] = {}
     for method in _online_methods(model):
         if id(method) not in wrapped:
             wrapped[id(method)] = method
-            method.process_weights_after_loading = _completing(method.process_weights_after_loading, copies)
+            method.process_weights_after_loading = _completing(method.process_weights_after_loading, complete)
     try:
         yield
     finally:
@@ -39,10 +43,10 @@ def complete_before_processing(model: nn.Module, copies: Copies) -> Iterator[Non
             del method.process_weights_after_loading  # the class's own shows again
 
 
-def _completing(process: Any, copies: Copies) -> Any:
+def _completing(process: Any, complete: Complete) -> Any:
     @functools.wraps(process)
     def process_weights_after_loading(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        copies.complete_touching([*layer.parameters(), *layer.buffers()])
+        complete([*layer.parameters(), *layer.buffers()])
         return process(layer, *args, **kwargs)
 
     return process_weights_after_loading

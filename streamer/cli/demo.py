@@ -198,7 +198,7 @@ def _run_rank(rank: int, tp: int, endpoint: str, rendezvous: str, tokens: torch.
         model = build_llama(LlamaConfig.from_dict(_MODEL), Parallel(rank, tp, group), load_device="cpu")
         config = StreamConfig(endpoint_url=endpoint, region="us-east-1")
         began = time.perf_counter()
-        report = load(model, f"s3://{_BUCKET}/{_PREFIX}", config)
+        report = load(model, f"s3://{_BUCKET}/{_PREFIX}", config, group=group)
         seconds = time.perf_counter() - began
         logits = model(tokens)
     finally:

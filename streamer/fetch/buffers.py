@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from streamer.fetch.budget import ByteBudget
 from streamer.fetch.memory import bytes_of
 
-__all__ = ["Buffer", "BufferPool"]
+__all__ = ["Buffer", "BufferPool", "Staging"]
 
 _SMALLEST = 64 << 10
 
@@ -25,6 +26,20 @@ class Buffer:
     @property
     def nbytes(self) -> int:
         return len(self.memory)
+
+
+class Staging(Protocol):
+    """Where buffers come from. Belongs to one event loop."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most memory that was allocated at once."""
+
+    async def acquire(self, nbytes: int) -> Buffer:
+        """Return a buffer of at least `nbytes`, as soon as there is room for it."""
+
+    def release(self, buffer: Buffer) -> None:
+        """Take back a buffer that nothing will read any more."""
 
 
 class BufferPool:

@@ -8,16 +8,17 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
 from streamer.config import StreamConfig
-from streamer.fetch.buffers import BufferPool
-from streamer.fetch.fill import CopyJob, copy_arrival, demand_of, lay_out
+from streamer.fetch.buffers import BufferPool, Staging
+from streamer.fetch.fill import CopyJob, Layout, copy_arrival, demand_of, lay_out
 from streamer.fetch.headers import OpenedCheckpoint, read_checkpoint, read_object
 from streamer.fetch.loop import LoopThread
-from streamer.fetch.stream import Arrival, open_stream
-from streamer.plan.plan import Plan, build_plan
+from streamer.fetch.stream import Arrival, Exchange, open_stream
+from streamer.plan.plan import Request, build_plan
 from streamer.sources.base import ObjectInfo, Source
+from streamer.sources.pinned import confirm
 from streamer.sources.verified import VerifiedSource
 
-__all__ = ["FetchEngine", "FillTimes", "Progress", "request_bytes_for"]
+__all__ = ["FetchEngine", "FillTimes", "Filled", "Progress", "request_bytes_for", "slab_bytes_for"]
 
 MIB = 1 << 20
 
@@ -34,14 +35,31 @@ class FillTimes:
     copy: float = 0.0
 
 
-def request_bytes_for(config: StreamConfig) -> int:
-    """Largest request under `config`, such that a full set of staged ones fits the buffer cap.
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """What a fill came to.
 
-    Staging buffers are powers of two; a little is left for aligning segments inside them. Requests do
-    not shrink below 1 MiB for the sake of concurrency: fewer of them run at once instead.
+    Attributes:
+        needed_bytes: that were asked for.
+        over_read_bytes: read and not needed: gaps, and the rest of covering rows.
+    """
+
+    needed_bytes: int
+    over_read_bytes: int
+
+
+def slab_bytes_for(config: StreamConfig) -> int:
+    """Largest staging buffer under `config`, a power of two, such that a full set of them fits the buffer cap.
+
+    They do not shrink below 1 MiB for the sake of concurrency: fewer reads run at once instead.
     """
     share = max(config.buffer_bytes // config.concurrency, MIB)
-    slab = _floor_power_of_two(min(config.request_bytes, share, config.buffer_bytes))
+    return _floor_power_of_two(min(config.request_bytes, share, config.buffer_bytes))
+
+
+def request_bytes_for(config: StreamConfig) -> int:
+    """Largest request under `config`; a little of its staging buffer is left for aligning segments inside it."""
+    slab = slab_bytes_for(config)
     return slab - slab // 64 - 256
 
 
@@ -55,14 +73,21 @@ class FetchEngine:
     Args:
         source: closed on exit.
         config: limits.
+        beside: another engine, whose event loop this one uses; it must be closed later.
+
+    Attributes:
+        request_bytes: largest read.
     """
 
-    def __init__(self, source: Source, config: StreamConfig) -> None:
+    def __init__(self, source: Source, config: StreamConfig, *, beside: FetchEngine | None = None) -> None:
         self.source = VerifiedSource(source) if config.integrity == "manifest" else source
         self.config = config
         self.times = FillTimes()
-        self._pool = BufferPool(config.buffer_bytes)
-        self._loop = LoopThread(use_uvloop=config.use_uvloop)
+        self.request_bytes = request_bytes_for(config)
+        self._buffers = BufferPool(config.buffer_bytes)
+        self._pool: Staging = self._buffers
+        self._is_guest = beside is not None
+        self._loop = LoopThread(use_uvloop=config.use_uvloop) if beside is None else beside.loop
 
     def __enter__(self) -> FetchEngine:
         return self
@@ -72,8 +97,16 @@ class FetchEngine:
 
     def close(self) -> None:
         """Close the source, drop the buffers and end the thread. Idempotent; a forked child's is inert."""
-        self._loop.close(before=self.source.close)
-        self._pool.clear()
+        if self._is_guest:
+            self._loop.run(self.source.close())
+        else:
+            self._loop.close(before=self.source.close)
+        self._buffers.clear()
+
+    def stage_in(self, pool: Staging, request_bytes: int) -> None:
+        """Take staging buffers from `pool` from now on, and make reads that fit them."""
+        self._buffers.clear()
+        self._pool, self.request_bytes = pool, request_bytes
 
     @property
     def peak_buffer_bytes(self) -> int:
@@ -86,6 +119,14 @@ class FetchEngine:
     def open_checkpoint(self, *, only: Sequence[str] = (), progress: Progress | None = None) -> OpenedCheckpoint:
         """Read listing, index and headers; see `streamer.fetch.headers.read_checkpoint`."""
         return self._loop.run(read_checkpoint(self.source, self.config, only=only, progress=progress))
+
+    def confirm(self, opened: OpenedCheckpoint) -> None:
+        """Look whether a checkpoint that another process opened can be read here too.
+
+        Raises:
+            SourceError: see `streamer.errors`.
+        """
+        self._loop.run(confirm(self.source, opened.items[0]))
 
     def read_object(self, key: str, *, limit_bytes: int) -> bytes:
         """Read a small object such as ``config.json`` whole.
@@ -105,15 +146,12 @@ class FetchEngine:
         self._loop.run(self.source.read_into(item, start, [memoryview(body)]))
         return bytes(body)
 
-    def fill(self, jobs: Sequence[CopyJob], items: Sequence[ObjectInfo], progress: Progress | None = None) -> Plan:
+    def fill(self, jobs: Sequence[CopyJob], items: Sequence[ObjectInfo], progress: Progress | None = None) -> Filled:
         """Read everything `jobs` need and put it where it belongs; when this returns, it is there.
 
         Args:
             jobs: destinations must not overlap; they are filled in no particular order.
             items: the checkpoint's objects, by file number.
-
-        Returns:
-            The plan that was carried out.
 
         Raises:
             SourceError: some destinations may then be filled and others not, but no read is under way.
@@ -121,34 +159,53 @@ class FetchEngine:
         began = time.perf_counter()
         plan = build_plan(
             [demand_of(job) for job in jobs],
-            request_bytes=request_bytes_for(self.config),
+            request_bytes=self.request_bytes,
             coalesce_gap_bytes=self.config.coalesce_gap_bytes,
         )
-        layout = lay_out(jobs, plan, items)
-        if self._pool.pin_for is None:
-            devices = (job.destination.device for job in jobs)
-            self._pool.pin_for = next((device for device in devices if device.type == "cuda"), None)
+        layout = lay_out(jobs, plan.requests, lambda file: (self.source, items[file]))
         self.times.plan += time.perf_counter() - began
-        total, arrived, copying = plan.fetch_bytes, 0, 0.0
+        self.carry_out(layout, plan.requests, progress)
+        return Filled(plan.needed_bytes, plan.over_read_bytes)
+
+    def carry_out(
+        self,
+        layout: Layout,
+        requests: Sequence[Request],
+        progress: Progress | None = None,
+        exchange: Exchange | None = None,
+    ) -> None:
+        """Make the reads of `layout` and copy what each brings, and what `exchange` delivers.
+
+        Args:
+            requests: that `layout` was made of.
+
+        Raises:
+            StreamError: see `fill`.
+        """
+        if self._buffers.pin_for is None:
+            devices = (target.tensor.device for target in layout.targets)
+            self._buffers.pin_for = next((device for device in devices if device.type == "cuda"), None)
+        total = sum(requests[read.tag].nbytes for read in layout.reads)
+        arrived, copying = 0, 0.0
         began = time.perf_counter()
 
         def open_items() -> contextlib.AbstractAsyncContextManager[AsyncIterator[Arrival]]:
             return open_stream(
-                self.source,
                 layout.reads,
                 pool=self._pool,
                 concurrency=self.config.concurrency,
-                private_gaps=isinstance(self.source, VerifiedSource),
+                private_gaps=self.config.integrity != "store",
+                exchange=exchange,
             )
 
+        ours = {read.tag for read in layout.reads}
         with contextlib.closing(self._loop.iterate(open_items)) as arrivals:
             for arrival in arrivals:
                 copying += copy_arrival(arrival, layout)
                 if arrival.buffer is not None:
                     self._loop.call_soon(arrival.release)
-                arrived += plan.requests[arrival.read.tag].nbytes
-                if progress is not None:
+                if progress is not None and arrival.tag in ours:
+                    arrived += requests[arrival.tag].nbytes
                     progress(arrived, total)
         self.times.copy += copying
         self.times.fetch += time.perf_counter() - began - copying
-        return plan

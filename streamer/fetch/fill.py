@@ -9,7 +9,7 @@ that owns the device's stream.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,16 +18,20 @@ from streamer.errors import CheckpointError
 from streamer.fetch.memory import byte_view, bytes_of, same_size_integer
 from streamer.fetch.stream import Arrival, Direct, Discard, Read, Segment, Staged
 from streamer.plan.geometry import View, boxes_between, element_offset, sort_dims
-from streamer.plan.plan import Demand, Piece, Plan, Request
-from streamer.sources.base import ObjectInfo
+from streamer.plan.plan import Demand, Piece, Request
+from streamer.sources.base import ObjectInfo, Source
 
-__all__ = ["CopyJob", "Layout", "copy_arrival", "demand_of", "lay_out"]
+__all__ = ["CopyJob", "Layout", "ReadFrom", "copy_arrival", "demand_of", "lay_out", "whole_offset"]
 
 #: A shorter piece costs more in system calls of its own than in a copy out of the staging buffer.
 _LEAST_DIRECT_BYTES = 16 << 10
 #: Gaps up to this long between staged pieces are staged with them.
 _LEAST_DISCARD_BYTES = 64 << 10
 _ALIGNMENT = 64
+
+
+#: Finds the source and the object of a file, by its number.
+ReadFrom = Callable[[int], tuple[Source, ObjectInfo]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +72,7 @@ class _Copy:
 
 @dataclass(slots=True)
 class Layout:
-    """The reads of one plan and what must be copied after each."""
+    """The reads of one plan, tagged with the numbers of their requests, and what must be copied after each."""
 
     reads: list[Read]
     targets: list[_Target]
@@ -85,14 +89,40 @@ def demand_of(job: CopyJob) -> Demand:
     return Demand(job.file, sort_dims(job.view)[0], job.origin)
 
 
-def lay_out(jobs: Sequence[CopyJob], plan: Plan, items: Sequence[ObjectInfo]) -> Layout:
-    """Decide, for each request of `plan`, which bytes are received in place and which are staged."""
+def lay_out(
+    jobs: Sequence[CopyJob],
+    requests: Sequence[Request],
+    read_from: ReadFrom,
+    *,
+    whole: Collection[int] = (),
+    not_ours: Collection[int] = (),
+) -> Layout:
+    """Decide, for each request, which bytes are received in place and which are staged.
+
+    Args:
+        whole: numbers of the requests that are staged as they are, so that others can find their bytes too.
+        not_ours: numbers of the requests that somebody else makes.
+    """
     layout = Layout([], [_target(job) for job in jobs])
-    for number, request in enumerate(plan.requests):
-        segments, copies, staged = _segments(request, layout)
-        layout.reads.append(Read(items[request.file], request.start, segments, staged, number))
+    for number, request in enumerate(requests):
+        if number in whole:
+            first = whole_offset(request.start)
+            segments: list[Segment] = [Staged(first, request.nbytes)]
+            copies, staged = [_Copy(piece, first, request.start) for piece in request.pieces], first + request.nbytes
+        else:
+            segments, copies, staged = _segments(request, layout)
+        if number not in not_ours:
+            layout.reads.append(Read(*read_from(request.file), request.start, segments, staged, number))
         layout.copies.append(copies)
     return layout
+
+
+def whole_offset(start: int) -> int:
+    """Return where a read from `start` begins in its buffer, if it is staged as it is.
+
+    Elements are then aligned as they are in the file, where they usually are.
+    """
+    return start % _ALIGNMENT
 
 
 def _target(job: CopyJob) -> _Target:
@@ -199,7 +229,7 @@ def copy_arrival(arrival: Arrival, layout: Layout) -> float:
 
     The caller releases the arrival afterwards; copies to a GPU are complete by then.
     """
-    copies = layout.copies[arrival.read.tag]
+    copies = layout.copies[arrival.tag]
     if not copies:
         return 0.0
     assert arrival.buffer is not None

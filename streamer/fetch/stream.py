@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from streamer.fetch.buffers import Buffer, BufferPool
+from streamer.fetch.buffers import Buffer, Staging
 from streamer.sources.base import ObjectInfo, Source
 
-__all__ = ["Arrival", "Direct", "Discard", "Read", "Staged", "open_stream"]
+__all__ = ["Arrival", "Direct", "Discard", "Exchange", "Read", "Staged", "open_stream"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +54,12 @@ class Read:
     """One ranged read and where its bytes go, segment by segment.
 
     Attributes:
+        source: where `item` is.
         staged_bytes: size of the staging buffer it needs; 0 for none.
         tag: the consumer's own.
     """
 
+    source: Source
     item: ObjectInfo
     start: int
     segments: Sequence[Segment]
@@ -66,17 +69,36 @@ class Read:
 
 @dataclass(slots=True)
 class Arrival:
-    """A finished read. Call `release` once its staging buffer has been copied from."""
+    """A finished read. Call `release` once its staging buffer has been copied from.
 
-    read: Read
+    Attributes:
+        tag: of the read.
+        buffer: its staging buffer, if it needed one.
+    """
+
+    tag: int
     buffer: Buffer | None
-    _pool: BufferPool = field(repr=False)
+    _give_back: Callable[[Buffer], None] = field(repr=False)
 
     def release(self) -> None:
         """Give the staging buffer back. Idempotent; belongs to the event loop."""
         if self.buffer is not None:
-            self._pool.release(self.buffer)
+            self._give_back(self.buffer)
             self.buffer = None
+
+
+class Exchange(Protocol):
+    """Other processes that take part in a stream: they get some of its reads, and deliver some of theirs."""
+
+    def publish(self, read: Read, buffer: Buffer | None, deliver: Callable[[Arrival], None]) -> bool:
+        """Take over a finished read, if it is one to share; the exchange gives its buffer back."""
+
+    async def run(self, deliver: Callable[[Arrival], None]) -> None:
+        """Deliver what others read, until all has been delivered and all that was published is given back.
+
+        Raises:
+            StreamError: somebody else failed or is gone.
+        """
 
 
 _GAP_SCRATCH_BYTES = 64 << 10
@@ -84,15 +106,21 @@ _GAP_SCRATCH_BYTES = 64 << 10
 
 @contextlib.asynccontextmanager
 async def open_stream(
-    source: Source, reads: Iterable[Read], *, pool: BufferPool, concurrency: int, private_gaps: bool = False
+    reads: Iterable[Read],
+    *,
+    pool: Staging,
+    concurrency: int,
+    private_gaps: bool = False,
+    exchange: Exchange | None = None,
 ) -> AsyncIterator[AsyncIterator[Arrival]]:
-    """Run `reads` against `source`; see the module for what is promised.
+    """Run `reads`; see the module for what is promised.
 
     Args:
         reads: consumed lazily, in order.
         pool: staging memory.
         concurrency: reads in flight.
-        private_gaps: the source looks at gaps too, so each needs memory of its own.
+        private_gaps: a source looks at gaps too, so each needs memory of its own.
+        exchange: with whom to share reads.
     """
     upcoming = iter(reads)
     arrived: asyncio.Queue[Arrival | BaseException | None] = asyncio.Queue()
@@ -102,16 +130,19 @@ async def open_stream(
         for read in upcoming:
             buffer = await pool.acquire(read.staged_bytes) if read.staged_bytes else None
             try:
-                await source.read_into(read.item, read.start, list(_memory(read, buffer, gap)))
+                await read.source.read_into(read.item, read.start, list(_memory(read, buffer, gap)))
             except BaseException:
                 if buffer is not None:
                     pool.release(buffer)
                     buffer = None  # or the error's traceback would keep it alive
                 raise
-            arrived.put_nowait(Arrival(read, buffer, pool))
+            if exchange is None or not exchange.publish(read, buffer, arrived.put_nowait):
+                arrived.put_nowait(Arrival(read.tag, buffer, pool.release))
 
     async def supervise() -> None:
         workers = [asyncio.ensure_future(work()) for _ in range(concurrency)]
+        if exchange is not None:
+            workers.append(asyncio.ensure_future(exchange.run(arrived.put_nowait)))
         try:
             done, _ = await asyncio.wait(workers, return_when=asyncio.FIRST_EXCEPTION)
             failed = next((task for task in done if not task.cancelled() and task.exception()), None)

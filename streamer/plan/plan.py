@@ -19,7 +19,7 @@ from operator import attrgetter
 
 from streamer.plan.geometry import View, count_before, element_offset, runs
 
-__all__ = ["Demand", "Piece", "Plan", "Request", "build_plan"]
+__all__ = ["Demand", "Piece", "Plan", "Request", "Slot", "assign_pieces", "build_plan", "cut_span", "one_run"]
 
 #: No element is wider than 16 bytes (complex128), so cuts at multiples of this split no element.
 _CUT_ALIGNMENT = 16
@@ -90,7 +90,7 @@ class Plan:
 
 
 @dataclass(slots=True)
-class _Open:
+class Slot:
     """A request under construction."""
 
     file: int
@@ -122,14 +122,14 @@ def build_plan(demands: Sequence[Demand], *, request_bytes: int, coalesce_gap_by
     requests: list[Request] = []
     for file, span in _spans(needed, coalesce_gap_bytes):
         start, end = span[0][1], max(run[2] for run in span)
-        slots = [_Open(file, *bounds) for bounds in _cut(start, end, request_bytes, origins.get(file, [start]))]
-        _assign(demands, span, slots)
+        slots = [Slot(file, *bounds) for bounds in cut_span(start, end, request_bytes, origins.get(file, [start]))]
+        assign_pieces(demands, span, slots)
         requests.extend(closed for closed in (_close(slot, demands) for slot in slots) if closed)
     return Plan(
         requests=tuple(requests),
         needed_bytes=sum(demand.view.nbytes for demand in demands),
         unique_bytes=_unique_bytes(demands),
-        strided_bytes=sum(demand.view.nbytes for demand in demands if not _one_run(demand.view)),
+        strided_bytes=sum(demand.view.nbytes for demand in demands if not one_run(demand.view)),
     )
 
 
@@ -157,7 +157,7 @@ def _spans(needed: Sequence[_Run], max_gap: int) -> Iterable[tuple[int, list[_Ru
         yield group[0][0], group
 
 
-def _cut(start: int, end: int, request_bytes: int, origins: Sequence[int]) -> Iterable[tuple[int, int]]:
+def cut_span(start: int, end: int, request_bytes: int, origins: Sequence[int]) -> Iterable[tuple[int, int]]:
     """Split a span into near-equal parts of at most `request_bytes`, at element boundaries."""
     count = max(1, -(-(end - start) // (request_bytes - _CUT_ALIGNMENT)))
     left = start
@@ -171,7 +171,8 @@ def _cut(start: int, end: int, request_bytes: int, origins: Sequence[int]) -> It
     yield left, end
 
 
-def _assign(demands: Sequence[Demand], span: Iterable[_Run], slots: Sequence[_Open]) -> None:
+def assign_pieces(demands: Sequence[Demand], span: Iterable[_Run], slots: Sequence[Slot]) -> None:
+    """Note in each of `slots`, which are sorted and in one file, what it holds of the runs in `span`."""
     starts = [slot.start for slot in slots]
     for _, start, end, number in span:
         view = demands[number].view
@@ -189,7 +190,7 @@ def _assign(demands: Sequence[Demand], span: Iterable[_Run], slots: Sequence[_Op
             position += 1
 
 
-def _close(slot: _Open, demands: Sequence[Demand]) -> Request | None:
+def _close(slot: Slot, demands: Sequence[Demand]) -> Request | None:
     """Trim to what is needed; a slot that fell into a gap disappears."""
     if not slot.pieces:
         return None
@@ -201,7 +202,8 @@ def _close(slot: _Open, demands: Sequence[Demand]) -> Request | None:
     return Request(slot.file, min(starts), max(ends), tuple(slot.pieces))
 
 
-def _one_run(view: View) -> bool:
+def one_run(view: View) -> bool:
+    """Whether the bytes of `view` lie side by side, in whatever order."""
     return view.nbytes == view.end - view.offset
 
 

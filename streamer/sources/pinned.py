@@ -8,7 +8,24 @@ from streamer.errors import ObjectChangedError, ObjectNotFoundError
 from streamer.sources.base import ObjectInfo, Source
 from streamer.sources.wrapper import SourceWrapper
 
-__all__ = ["PinnedSource"]
+__all__ = ["PinnedSource", "confirm"]
+
+
+async def confirm(source: Source, item: ObjectInfo) -> None:
+    """Look at `item`, which somebody else listed, once: for what only the store's answers tell, such as its region
+    and whether we may read.
+
+    Raises:
+        ObjectChangedError: it was replaced since.
+        SourceError: see `streamer.errors`.
+    """
+    now = await source.stat(item.key)
+    if (now.size, now.pin) != (item.size, item.pin):
+        raise ObjectChangedError(
+            "the object was replaced since the model was resolved",
+            url=source.label(item.key),
+            hint="start again, to load the new version everywhere",
+        )
 
 
 class PinnedSource(SourceWrapper):
@@ -27,17 +44,10 @@ class PinnedSource(SourceWrapper):
         self._items = {item.key: item for item in items}
 
     async def list(self) -> Sequence[ObjectInfo]:
-        for item in self._items.values():
-            # One look at the store, for what only its answers tell: the region, whether we may read.
-            now = await self._source.stat(item.key)
-            if (now.size, now.pin) != (item.size, item.pin):
-                raise ObjectChangedError(
-                    "the object was replaced since the model was resolved",
-                    url=self.label(item.key),
-                    hint="start again, to load the new version everywhere",
-                )
-            break
-        return list(self._items.values())
+        items = list(self._items.values())
+        if items:
+            await confirm(self._source, items[0])
+        return items
 
     async def stat(self, key: str) -> ObjectInfo:
         if key not in self._items:

@@ -79,23 +79,23 @@ def expected(start: int, count: int) -> bytes:
     return bytes((start + k) % 251 for k in range(count))
 
 
-def staged(count: int, size: int = 64 * KIB) -> list[Read]:
-    return [Read(ITEM, n * size, [Staged(0, size)], size, n) for n in range(count)]
+def staged(source: FakeSource, count: int, size: int = 64 * KIB) -> list[Read]:
+    return [Read(source, ITEM, n * size, [Staged(0, size)], size, n) for n in range(count)]
 
 
-async def collect(source: FakeSource, reads: list[Read], pool: BufferPool, concurrency: int = 4) -> dict[int, bytes]:
+async def collect(reads: list[Read], pool: BufferPool, concurrency: int = 4) -> dict[int, bytes]:
     found = {}
-    async with open_stream(source, reads, pool=pool, concurrency=concurrency) as stream:
+    async with open_stream(reads, pool=pool, concurrency=concurrency) as stream:
         async for arrival in stream:
             assert arrival.buffer is not None
-            found[arrival.read.tag] = bytes(arrival.buffer.memory[: arrival.read.staged_bytes])
+            found[arrival.tag] = bytes(arrival.buffer.memory[: reads[arrival.tag].staged_bytes])
             arrival.release()
     return found
 
 
 def test_everything_arrives_within_the_cap_and_the_concurrency() -> None:
     source, pool = FakeSource(), BufferPool(3 * 64 * KIB)
-    found = asyncio.run(collect(source, staged(50), pool, concurrency=8))
+    found = asyncio.run(collect(staged(source, 50), pool, concurrency=8))
     assert found == {n: expected(n * 64 * KIB, 64 * KIB) for n in range(50)}
     assert source.started == sorted(source.started), "reads start in the order given"
     assert 2 <= source.most_active <= 3
@@ -106,11 +106,15 @@ def test_everything_arrives_within_the_cap_and_the_concurrency() -> None:
 def test_segments_go_where_they_belong() -> None:
     target = bytearray(100)
     read = Read(
-        ITEM, 10, [Direct(memoryview(target)), Discard(200_000), Staged(128, 50), Direct(memoryview(target)[:0])], 178
+        FakeSource(),
+        ITEM,
+        10,
+        [Direct(memoryview(target)), Discard(200_000), Staged(128, 50), Direct(memoryview(target)[:0])],
+        178,
     )
 
     async def run() -> bytes:
-        async with open_stream(FakeSource(), [read], pool=BufferPool(1 << 20), concurrency=2) as stream:
+        async with open_stream([read], pool=BufferPool(1 << 20), concurrency=2) as stream:
             async for arrival in stream:
                 assert arrival.buffer is not None
                 kept = bytes(arrival.buffer.memory[128:178])
@@ -125,7 +129,7 @@ def test_budget_is_held_until_the_consumer_lets_go() -> None:
     async def run() -> None:
         source, pool = FakeSource(), BufferPool(4 * 64 * KIB)
         held: list[Arrival] = []
-        async with open_stream(source, staged(200), pool=pool, concurrency=32) as stream:
+        async with open_stream(staged(source, 200), pool=pool, concurrency=32) as stream:
             async for arrival in stream:
                 held.append(arrival)
                 if len(held) == 4:
@@ -147,7 +151,7 @@ def test_first_failure_is_seen_as_itself_and_ends_everything() -> None:
         source = FakeSource(fails=lambda start: start == 5 * 64 * KIB)
         pool = BufferPool(1 << 20)
         with pytest.raises(SourceError, match=f"failed at {5 * 64 * KIB}"):
-            await collect(source, staged(100), pool)
+            await collect(staged(source, 100), pool)
         assert source.active == 0
         assert pool.in_use_bytes == 0
         assert len(source.started) < 20
@@ -160,7 +164,7 @@ def test_consumer_error_is_seen_as_itself() -> None:
     async def run() -> None:
         source, pool = FakeSource(), BufferPool(1 << 20)
         with pytest.raises(ZeroDivisionError):
-            async with open_stream(source, staged(100), pool=pool, concurrency=4) as stream:
+            async with open_stream(staged(source, 100), pool=pool, concurrency=4) as stream:
                 async for _ in stream:
                     raise ZeroDivisionError
         assert source.active == 0
@@ -172,7 +176,7 @@ def test_consumer_error_is_seen_as_itself() -> None:
 def test_early_exit_cancels_and_waits() -> None:
     async def run() -> None:
         source, pool = FakeSource(gate=asyncio.Event()), BufferPool(1 << 20)
-        async with open_stream(source, staged(100), pool=pool, concurrency=4):
+        async with open_stream(staged(source, 100), pool=pool, concurrency=4):
             while len(source.started) < 4:
                 await asyncio.sleep(0)
         assert source.active == 0
@@ -299,7 +303,7 @@ def test_loop_thread_iterates_and_is_left_early(use_uvloop: bool) -> None:
     source = FakeSource()
     pool = BufferPool(1 << 20)
     with LoopThread(use_uvloop=use_uvloop) as loop:
-        with closing(loop.iterate(lambda: open_stream(source, staged(100), pool=pool, concurrency=4))) as arrivals:
+        with closing(loop.iterate(lambda: open_stream(staged(source, 100), pool=pool, concurrency=4))) as arrivals:
             for number, arrival in enumerate(arrivals):
                 if number == 3:
                     break
@@ -307,15 +311,14 @@ def test_loop_thread_iterates_and_is_left_early(use_uvloop: bool) -> None:
         assert source.active == 0
         assert len(source.started) < 30
         assert [
-            a.read.tag
-            for a in loop.iterate(lambda: open_stream(source, staged(2), pool=BufferPool(1 << 20), concurrency=1))
+            a.tag for a in loop.iterate(lambda: open_stream(staged(source, 2), pool=BufferPool(1 << 20), concurrency=1))
         ] == [0, 1]
 
 
 def test_loop_thread_closed_while_an_iterator_is_open() -> None:
     loop = LoopThread()
     arrivals = loop.iterate(
-        lambda: open_stream(FakeSource(gate=asyncio.Event()), staged(3), pool=BufferPool(1 << 20), concurrency=2)
+        lambda: open_stream(staged(FakeSource(gate=asyncio.Event()), 3), pool=BufferPool(1 << 20), concurrency=2)
     )
     closer = threading.Timer(0.1, loop.close)
     closer.start()
