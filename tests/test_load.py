@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -256,3 +257,19 @@ def test_public_names() -> None:
     assert {name for name in streamer.__all__ if getattr(streamer, name) is not None} == set(streamer.__all__)
     with pytest.raises(AttributeError):
         streamer.nothing  # noqa: B018
+
+
+def test_after_an_error_in_the_models_code_nothing_keeps_the_model() -> None:
+    class Model(torch.nn.Linear):
+        def load_weights(self, weights: Any) -> None:
+            for _, tensor in weights:
+                self.weight.copy_(tensor)
+                raise KeyError("no such layer")
+
+    model = Model(100, 100, bias=False)
+    gone = weakref.ref(model)
+    with pytest.raises(KeyError):
+        streamer.load(model, source_of({"weight": torch.ones(100, 100)}))
+    del model
+    gc.collect()
+    assert gone() is None

@@ -102,6 +102,7 @@ class FetchEngine:
         else:
             self._loop.close(before=self.source.close)
         self._buffers.clear()
+        self._pool = self._buffers
 
     def stage_in(self, pool: Staging, request_bytes: int) -> None:
         """Take staging buffers from `pool` from now on, and make reads that fit them."""
@@ -110,7 +111,7 @@ class FetchEngine:
 
     @property
     def peak_buffer_bytes(self) -> int:
-        return self._pool.peak_bytes
+        return max(self._pool.peak_bytes, self._buffers.peak_bytes)
 
     @property
     def loop(self) -> LoopThread:

@@ -161,19 +161,23 @@ def _stretches(spans: Sequence[Sequence[Span]]) -> Iterator[tuple[int, int, int,
 def _joined(stretches: Iterable[tuple[int, int, int, int]], gap: int) -> Iterator[_Stretch]:
     """Join neighbours that the same ranks need, and small ones whoever needs them.
 
-    A small one beside a large one stays alone: that costs a request, and joining them would have the large one
-    copied by everybody.
+    A small one beside a large one stays alone if it would bring that more consumers: it costs a request, and joining
+    them would have the large one pass through shared memory. If it brings none, as the first and last
+    row of a strided weight do, they are joined.
     """
     last: _Stretch | None = None
     for file, start, end, consumers in stretches:
         is_small = end - start < gap
-        is_near = last is not None and last.file == file and start - last.end <= gap
-        if last is not None and is_near and (last.consumers == consumers or (last.is_crumbly and is_small)):
-            last.needed.append((start, end))
-            last.end = end
-            last.consumers |= consumers
-            last.is_crumbly = last.is_crumbly and is_small
-            continue
+        if last is not None and last.file == file and start - last.end <= gap:
+            both = last.consumers | consumers
+            brings_none = is_small and both == last.consumers
+            gets_none = last.end - last.start < gap and both == consumers
+            if last.consumers == consumers or (last.is_crumbly and is_small) or brings_none or gets_none:
+                last.needed.append((start, end))
+                last.end = end
+                last.consumers = both
+                last.is_crumbly = last.is_crumbly and is_small
+                continue
         if last is not None:
             yield last
         last = _Stretch(file, start, end, consumers, is_small, [(start, end)])

@@ -130,3 +130,4 @@ class Node:
         self._loop.run(self._links.close())
         if self._arena is not None:
             self._arena.unpin()
+        self._arena = self._pool = None  # the memory goes when nothing refers to it any more

@@ -105,6 +105,7 @@ class Sharing:
         self._engines: list[FetchEngine] = []
         self._files: list[SharedFile] = []
         self._digest = hashlib.sha256()
+        self._ranks, self._arena_bytes = 1, 0
         self._for_others = self._by_others = 0
         self._on_this_machine: int | None = None
 
@@ -240,7 +241,7 @@ class Sharing:
                     f"every rank reads all that it needs itself, for nothing can be shared: {why}", stacklevel=2
                 )
             return
-        self._node = node
+        self._node, self._ranks, self._arena_bytes = node, len(here), len(node.arena.memory)
         for engine in self._engines:
             self._stage(engine)
 
@@ -262,11 +263,11 @@ class Sharing:
         except LoadError:
             self.has_parted = True  # it will not work the next time either
             raise
-        errors = [answer.error for answer in answers if answer.error is not None]
+        errors = [(answer.error, rank) for rank, answer in enumerate(answers) if answer.error is not None]
         if errors:
             self.has_parted = True
             # Some may only pass on what they heard from the one that failed first.
-            raise next((error for rank, error in enumerate(errors) if error.rank == rank), errors[0])
+            raise next((error for error, rank in errors if error.rank == rank), errors[0][0])
         purposes = {answer.purpose for answer in answers}
         if len(purposes) > 1:
             self.has_parted = True
@@ -293,10 +294,9 @@ class Sharing:
 
     def report(self) -> SharingReport:
         """Sum up, after the last window."""
-        node = self._node
         return SharingReport(
-            ranks=1 if node is None else len(node.ranks),
-            arena_bytes=0 if node is None else len(node.arena.memory),
+            ranks=self._ranks,
+            arena_bytes=self._arena_bytes,
             read_for_others_bytes=self._for_others,
             read_by_others_bytes=self._by_others,
             node_fetched_bytes=self._on_this_machine,
@@ -304,8 +304,9 @@ class Sharing:
 
     def close(self) -> None:
         """Let go of what the ranks have in common. Idempotent."""
-        if self._node is not None:
-            self._node.close()
+        node, self._node = self._node, None
+        if node is not None:
+            node.close()
 
 
 def _with_rank(error: BaseException, rank: int) -> StreamError:

@@ -14,7 +14,7 @@ from streamer.trace.lazy import DeferredBase, LazyTensor, describe_base, view_of
 from streamer.trace.ops import is_same_values
 from streamer.trace.pending import Pending, PendingCopies, storage_key, storage_of
 from streamer.trace.storages import ModelStorages
-from streamer.trace.values import Fill, Values, job_for, leaves_of, mark_used
+from streamer.trace.values import Values, job_for, leaves_of, mark_used
 from streamer.trace.writes import WriteLog
 
 __all__ = ["Completed", "Copies"]
@@ -55,7 +55,6 @@ class Copies:
         self,
         storages: ModelStorages,
         values: Values,
-        fill: Fill,
         *,
         batch_bytes: int,
         dry_run: bool,
@@ -63,7 +62,6 @@ class Copies:
     ) -> None:
         self._storages = storages
         self._values = values
-        self._fill = fill
         self._batch_bytes = batch_bytes
         self._dry_run = dry_run
         self._keep_completed = keep_completed
@@ -119,6 +117,12 @@ class Copies:
         if hit:
             self.complete([hit[number] for number in sorted(hit)])
 
+    def close(self) -> None:
+        """Forget what was not carried out, and the model."""
+        self.pending = PendingCopies()
+        self.completed.clear()
+        self._storages = ModelStorages(None)
+
     def complete_all(self) -> None:
         """Carry out everything recorded so far."""
         self.complete(self.pending.all())
@@ -142,7 +146,7 @@ class Copies:
                 else:
                     jobs.append(job)
             if jobs:
-                self._fill(jobs)
+                self._values.fill(jobs)
             for batch in _batches(computed, self._batch_bytes):
                 values = self._values.evaluate([copy.source for copy in batch])
                 for copy, value in zip(batch, values, strict=True):

@@ -73,7 +73,7 @@ class Tracer:
     ) -> None:
         self.values = Values(fill, dry_run=dry_run)
         self.copies = Copies(
-            storages, self.values, fill, batch_bytes=batch_bytes, dry_run=dry_run, keep_completed=keep_completed
+            storages, self.values, batch_bytes=batch_bytes, dry_run=dry_run, keep_completed=keep_completed
         )
         self.bases: dict[str, FileBase] = {}
 
@@ -219,8 +219,13 @@ class Tracer:
         base.owned = self.values.evaluate([whole])[0]
 
     def close(self) -> None:
-        """End the load: from now on, using a leaked lazy tensor raises."""
+        """End the load: from now on, using a leaked lazy tensor raises.
+
+        What it refers to is let go of: the garbage collector cannot follow a cycle through a lazy tensor, so after an
+        error the model would stay in memory as long as the process.
+        """
         self.values.close()
+        self.copies.close()
 
 
 def _owned(lazy: LazyTensor) -> torch.Tensor:

@@ -30,6 +30,10 @@ __all__ = ["Fill", "Values", "alias_of", "job_for", "leaves_of", "mark_used"]
 Fill = Callable[[Sequence[CopyJob]], object]
 
 
+def _refuse(jobs: Sequence[CopyJob]) -> None:
+    raise AssertionError("the load has ended")
+
+
 class Values:
     """Computes real tensors for lazy ones.
 
@@ -39,7 +43,7 @@ class Values:
     """
 
     def __init__(self, fill: Fill, *, dry_run: bool) -> None:
-        self._fill = fill
+        self.fill = fill
         self._dry_run = dry_run
         self._closed = False
         self.busy = False
@@ -51,6 +55,7 @@ class Values:
     def close(self) -> None:
         """End the load: from now on, a leaked lazy tensor raises instead of reading."""
         self._closed = True
+        self.fill = _refuse
 
     def materialise(self, lazies: Sequence[LazyTensor], why: str) -> Callable[[LazyTensor], torch.Tensor]:
         """Compute `lazies` now; return a function from each to its value. `why` goes into the report."""
@@ -102,7 +107,7 @@ class Values:
             fetched[id(lazy)] = destination
             jobs.append(job)
         if jobs:
-            self._fill(jobs)
+            self.fill(jobs)
         return fetched
 
     def _resolve(
