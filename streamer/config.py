@@ -18,12 +18,13 @@ from typing import Any, Literal
 
 from streamer.errors import ConfigError
 
-__all__ = ["StreamConfig", "parse_byte_count"]
+__all__ = ["LEAST_BUFFER_BYTES", "StreamConfig", "parse_byte_count"]
 
 KIB = 1 << 10
 MIB = 1 << 20
 
 ENVIRONMENT_PREFIX = "S3STREAM_"
+LEAST_BUFFER_BYTES = 64 * KIB
 
 _BYTE_UNITS = {
     "": 1,
@@ -180,7 +181,7 @@ class StreamConfig:
         for name, least in (
             ("concurrency", 1),
             ("request_bytes", 64 * KIB),
-            ("buffer_bytes", 64 * KIB),
+            ("buffer_bytes", LEAST_BUFFER_BYTES),
             ("coalesce_gap_bytes", 0),
             ("header_read_bytes", 8),
             ("retry_attempts", 1),

@@ -14,6 +14,7 @@ from streamer.fetch.dtypes import torch_shape
 from streamer.fetch.engine import request_bytes_for
 from streamer.plan.geometry import View, sort_dims
 from streamer.plan.plan import Demand, Plan, build_plan
+from streamer.plan.sharing import Span, spans_of
 from streamer.plan.windows import Window, window_of
 from streamer.report import ForcedRead
 from streamer.trace.barrier import tracing
@@ -52,9 +53,15 @@ class PlannedCopy:
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """What loading would do on one rank."""
+    """What loading would do on one rank.
+
+    Attributes:
+        plan: of a rank that loads on its own.
+        spans: bytes that it needs, for `streamer.plan.sharing.partition`.
+    """
 
     plan: Plan
+    spans: list[Span]
     copies: tuple[PlannedCopy, ...]
     materialised: tuple[ForcedRead, ...]
     ignored: Mapping[str, str]
@@ -87,6 +94,7 @@ def dry_run(target: RankModel, checkpoint: Checkpoint, config: StreamConfig) -> 
             request_bytes=request_bytes_for(config),
             coalesce_gap_bytes=config.coalesce_gap_bytes,
         ),
+        spans=spans_of(demands, config.coalesce_gap_bytes),
         copies=tuple(planned for copy in tracer.copies.planned for planned in _describe(copy, names)),
         materialised=tuple(tracer.values.materialised),
         ignored=unused_tensors(tracer, checkpoint.tensors),

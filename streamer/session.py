@@ -170,11 +170,8 @@ class LoadSession:
         opened = sharing.agree(f"open {engine.source.url}", lambda: engine.open_checkpoint(only=only))
         if not sharing.is_first:
             engine.confirm(opened)
-        origins: list[list[int]] = [[] for _ in opened.items]
-        for info in opened.checkpoint.tensors.values():
-            origins[info.file].append(info.start)
-        files = zip(opened.items, origins, strict=True)
-        sharing.add(engine, [SharedFile(engine.source, item, sorted(starts)) for item, starts in files])
+        files = zip(opened.items, opened.checkpoint.origins(), strict=True)
+        sharing.add(engine, [SharedFile(engine.source, item, starts) for item, starts in files])
         return opened
 
     def weights(self, part: OpenedPart, *, mode: str | None = None) -> Iterator[tuple[str, torch.Tensor]]:

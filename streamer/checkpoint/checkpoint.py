@@ -70,6 +70,13 @@ class Checkpoint:
         """Bytes of all tensors, headers not counted."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
+    def origins(self) -> list[list[int]]:
+        """Return where the tensors of each file begin, in order."""
+        found: list[list[int]] = [[] for _ in self.files]
+        for info in self.tensors.values():
+            found[info.file].append(info.start)
+        return found
+
     def bytes_by_dtype(self) -> dict[str, int]:
         """Bytes per dtype name, largest first."""
         totals: Counter[str] = Counter()

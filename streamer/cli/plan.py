@@ -18,7 +18,8 @@ from streamer.dryrun import DryRun, PlannedCopy, dry_run
 from streamer.engines import ParallelLayout, find_engine
 from streamer.errors import ConfigError
 from streamer.fetch.dtypes import torch_shape
-from streamer.fetch.engine import FetchEngine
+from streamer.fetch.engine import FetchEngine, part_of, request_bytes_for
+from streamer.plan.sharing import Span, partition
 from streamer.plan.windows import Window
 from streamer.sources import open_source, split_file
 
@@ -70,36 +71,48 @@ def _trace(
 
 
 def run_plan(question: Question, config: StreamConfig, output: Output) -> None:
-    """Print the plan of all ranks, or of one; the node's total always counts all of them."""
+    """Print the plan of all ranks, or of one; the node's total always counts all of them.
+
+    The tensor-parallel ranks of each pipeline stage share, as engines have them do, unless ``share=off``.
+    """
     shown = question.shown()
     checkpoint = _read_headers(question, config, output)
     layout = question.layout
-    node_bytes = node_requests = 0
+    is_shared = layout.tensor > 1 and config.share != "off"
+    spans: list[list[Span]] = []
     ranks: list[dict[str, Any]] = []
     materialised: list[dict[str, Any]] = []
     ignored: list[dict[str, Any]] = []
     for rank, run in _trace(question, checkpoint, config, output, range(layout.ranks)):
-        node_bytes += run.plan.fetch_bytes
-        node_requests += len(run.plan.requests)
+        ranks.append(_rank_document(rank, run))
+        spans.append(run.spans)
         if rank in shown:
-            ranks.append(_rank_document(rank, run))
             materialised += [
                 {"rank": rank, "operation": read.operation, "tensors": list(read.tensors), "bytes": read.nbytes}
                 for read in run.materialised
             ]
             ignored += [{"rank": rank, "name": name, "reason": reason} for name, reason in run.ignored.items()]
         del run  # before the next one is made
+    alone = sum(row["fetch_bytes"] for row in ranks)
+    if is_shared:
+        for first in range(0, layout.ranks, layout.tensor):
+            stage = slice(first, first + layout.tensor)
+            _share(ranks[stage], spans[stage], checkpoint, part_of(config, layout.tensor))
+    node_bytes = sum(row["fetch_bytes"] for row in ranks)
+    node_requests = sum(row["requests"] for row in ranks)
     document = {
         "engine": question.engine,
         "url": checkpoint.url,
         "tp": layout.tensor,
         "pp": layout.pipeline,
         "ep": layout.experts,
+        "share": is_shared,
         "checkpoint_bytes": checkpoint.nbytes,
         "node_bytes": node_bytes,
+        "node_bytes_unshared": alone,
         "node_requests": node_requests,
         "request_cost_dollars": round(node_requests * _DOLLARS_PER_REQUEST, 6),
-        "ranks": ranks,
+        "ranks": [ranks[rank] for rank in shown],
         "floor_seconds": {f"{gbit}_gbit": round(node_bytes * 8 / (gbit * 1e9), 3) for gbit in _LINKS_GBIT},
         "materialised": materialised,
         "ignored": ignored,
@@ -120,6 +133,23 @@ def _rank_document(rank: int, run: DryRun) -> dict[str, Any]:
     }
 
 
+def _share(
+    rows: Sequence[dict[str, Any]], spans: Sequence[Sequence[Span]], checkpoint: Checkpoint, config: StreamConfig
+) -> None:
+    """Put into `rows` what each rank reads when these share."""
+    reads = partition(
+        spans,
+        dict(enumerate(checkpoint.origins())),
+        request_bytes=request_bytes_for(config),
+        coalesce_gap_bytes=config.coalesce_gap_bytes,
+    )
+    for place, row in enumerate(rows):
+        own = [read for read in reads if read.reader == place]
+        row["requests"] = len(own)
+        row["fetch_bytes"] = sum(read.nbytes for read in own)
+        row["over_read_bytes"] = sum(read.nbytes - read.needed_bytes for read in own)
+
+
 def _show_plan(document: dict[str, Any], console: Console) -> None:
     count = document["tp"] * document["pp"]
     console.print(f"{document['url']} on {count} ranks of the {document['engine']} engine", markup=False)
@@ -135,6 +165,9 @@ def _show_plan(document: dict[str, Any], console: Console) -> None:
         )
     console.print(table)
     total, node = document["checkpoint_bytes"], document["node_bytes"]
+    if document["share"]:
+        unshared = size_text(document["node_bytes_unshared"])
+        console.print(f"\nranks share what they read; on their own they would fetch {unshared}")
     console.print(
         f"\nthe node fetches {size_text(node)}, {node / total if total else 0:.2f} times the checkpoint's "
         f"{size_text(total)}, in {document['node_requests']} requests (${document['request_cost_dollars']})"

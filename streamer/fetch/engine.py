@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
-from streamer.config import StreamConfig
+from streamer.config import LEAST_BUFFER_BYTES, StreamConfig
 from streamer.fetch.buffers import BufferPool, Staging
 from streamer.fetch.fill import CopyJob, Layout, copy_arrival, demand_of, lay_out
 from streamer.fetch.headers import OpenedCheckpoint, read_checkpoint, read_object
@@ -18,7 +18,7 @@ from streamer.sources.base import ObjectInfo, Source
 from streamer.sources.pinned import confirm
 from streamer.sources.verified import VerifiedSource
 
-__all__ = ["FetchEngine", "FillTimes", "Filled", "Progress", "request_bytes_for", "slab_bytes_for"]
+__all__ = ["FetchEngine", "FillTimes", "Filled", "Progress", "part_of", "request_bytes_for", "slab_bytes_for"]
 
 MIB = 1 << 20
 
@@ -46,6 +46,11 @@ class Filled:
 
     needed_bytes: int
     over_read_bytes: int
+
+
+def part_of(config: StreamConfig, ranks: int) -> StreamConfig:
+    """Return what one of `ranks` that share on a machine may take of the memory that `config` allows them together."""
+    return config.replace(buffer_bytes=max(config.buffer_bytes // ranks, LEAST_BUFFER_BYTES))
 
 
 def slab_bytes_for(config: StreamConfig) -> int:

@@ -18,7 +18,7 @@ from operator import itemgetter
 from streamer.plan.geometry import runs
 from streamer.plan.plan import Demand, Request, Slot, assign_pieces, cut_span
 
-__all__ = ["SharedRead", "pack", "partition", "pieces_of", "spans_of", "unpack"]
+__all__ = ["SharedRead", "Span", "pack", "partition", "pieces_of", "spans_of", "unpack"]
 
 #: ``(file, start, end)``, half open.
 Span = tuple[int, int, int]

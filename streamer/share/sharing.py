@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from streamer.config import StreamConfig
 from streamer.errors import LoadError, StreamError
-from streamer.fetch.engine import FetchEngine, Filled, Progress, request_bytes_for, slab_bytes_for
+from streamer.fetch.engine import FetchEngine, Filled, Progress, part_of, request_bytes_for, slab_bytes_for
 from streamer.fetch.fill import CopyJob, demand_of, lay_out
 from streamer.plan.sharing import SharedRead, pack, partition, pieces_of, spans_of, unpack
 from streamer.report import Sharing as SharingReport
@@ -32,7 +32,6 @@ __all__ = ["SharedFile", "Sharing"]
 
 T = TypeVar("T")
 
-_LEAST_PART_BYTES = 64 << 10
 #: How long a rank that failed waits for the others, to tell them.
 _FAREWELL_SECONDS = 30.0
 
@@ -223,7 +222,7 @@ class Sharing:
     def _place(self, here: Sequence[int]) -> None:
         """Set up what the ranks of this machine have in common; all ranks of all machines come here at once."""
         self._is_placed = True
-        part = self._config.replace(buffer_bytes=max(self._config.buffer_bytes // len(here), _LEAST_PART_BYTES))
+        part = part_of(self._config, len(here))
         slot_bytes = slab_bytes_for(part)
         node = Node(here, self._group.rank, self._engines[0].loop)
         why = node.connect(
@@ -247,9 +246,7 @@ class Sharing:
 
     def _stage(self, engine: FetchEngine) -> None:
         assert self._node is not None
-        parts = len(self._node.ranks)
-        part = self._config.replace(buffer_bytes=max(self._config.buffer_bytes // parts, _LEAST_PART_BYTES))
-        engine.stage_in(self._node.pool, request_bytes_for(part))
+        engine.stage_in(self._node.pool, request_bytes_for(part_of(self._config, len(self._node.ranks))))
 
     def _meet(self, message: _Message) -> list[_Message]:
         """Exchange messages with all ranks.

@@ -50,10 +50,21 @@ def test_plan_of_llama_70b_from_headers_alone(llama_70b: Path) -> None:
     assert rank["needed_bytes"] == 17_640_734_720
     assert rank["copies"] == 723
     assert rank["strided_bytes"] == 6_039_797_760
-    assert rank["fetch_bytes"] == rank["needed_bytes"] + rank["over_read_bytes"]
-    assert plan["node_bytes"] > 8 * rank["needed_bytes"]
+    assert plan["share"]
+    assert plan["node_bytes"] == plan["checkpoint_bytes"], "a node fetches each byte once"
+    assert rank["fetch_bytes"] == pytest.approx(plan["checkpoint_bytes"] / 8, rel=0.001)
+    assert rank["over_read_bytes"] == 0
+    assert plan["node_bytes_unshared"] > 3 * plan["node_bytes"]
     assert plan["floor_seconds"]["100_gbit"] == pytest.approx(plan["node_bytes"] * 8 / 100e9, abs=1e-3)
     assert plan["materialised"] == plan["ignored"] == []
+
+
+def test_plan_of_ranks_that_do_not_share(llama_70b: Path) -> None:
+    plan = run_json("plan", str(llama_70b), "--tp", "4", "--rank", "3", "--option", "share=off")
+    (rank,) = plan["ranks"]
+    assert not plan["share"]
+    assert rank["fetch_bytes"] == rank["needed_bytes"] + rank["over_read_bytes"]
+    assert plan["node_bytes"] == plan["node_bytes_unshared"] > 1.5 * plan["checkpoint_bytes"]
 
 
 def test_explain_names_the_rows(llama_70b: Path) -> None:
@@ -77,7 +88,8 @@ def test_explain_of_an_unknown_tensor_names_the_nearest(llama_70b: Path) -> None
 def test_plan_for_people(llama_70b: Path) -> None:
     text = run("plan", str(llama_70b), "--tp", "8").stdout
     assert "17.64 GB" in text
-    assert re.search(r"the node fetches 477.60 GB, 3.38 times the checkpoint's 141.11 GB", text)
+    assert "the node fetches 141.11 GB, 1.00 times the checkpoint's 141.11 GB" in text
+    assert "on their own they would fetch 477.60 GB" in text
 
 
 def test_inspect(server: ObjectServer) -> None:
