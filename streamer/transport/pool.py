@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import ipaddress
+import socket
 import ssl
 from dataclasses import dataclass, field
-from typing import Any
 from urllib.parse import SplitResult, unquote, urlsplit
+
+from aiohappyeyeballs import AddrInfoType, start_connection
 
 from streamer.errors import ConfigError
 from streamer.transport.connection import HttpConnection
@@ -113,6 +114,7 @@ class ConnectionPool:
         self._timeout = connect_timeout_seconds
         self._idle: dict[Origin, list[HttpConnection]] = {}
         self._in_use = 0
+        self._opened = 0
         self._given_back = asyncio.Event()
         self._is_closed = False
 
@@ -199,27 +201,34 @@ class ConnectionPool:
             await _open_tunnel(loop, origin, connection, context)
             return connection
         host, port = (origin.proxy.host, origin.proxy.port) if origin.proxy else (origin.host, origin.port)
-        # uvloop walks the addresses on its own and takes no such argument. A single address needs no race,
-        # which loses a socket that was just connected when it is cancelled.
-        has_race = isinstance(loop, asyncio.BaseEventLoop) and not _is_address(host)
-        options: dict[str, Any] = {"happy_eyeballs_delay": _HAPPY_EYEBALLS_DELAY_SECONDS} if has_race else {}
-        await loop.create_connection(
-            lambda: connection,
-            host,
-            port,
-            ssl=context,
-            server_hostname=origin.host if context else None,
-            **options,
+        sock = await start_connection(
+            await self._addresses(loop, host, port),
+            happy_eyeballs_delay=_HAPPY_EYEBALLS_DELAY_SECONDS,
+            interleave=1,
+            loop=loop,
         )
+        try:
+            await loop.create_connection(
+                lambda: connection, sock=sock, ssl=context, server_hostname=origin.host if context else None
+            )
+        except BaseException:
+            sock.close()
+            raise
         return connection
 
+    async def _addresses(self, loop: asyncio.AbstractEventLoop, host: str, port: int) -> list[AddrInfoType]:
+        """Return where `host` can be reached, beginning with another address each time.
 
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
+        Large stores answer with several, each a machine with a link of its own, and the system's resolver sorts them,
+        so that the first would get every connection.
+        """
+        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        turn, self._opened = self._opened, self._opened + 1
+        rotated: list[AddrInfoType] = []
+        for family in dict.fromkeys(info[0] for info in found):  # which family comes first is the system's choice
+            same = [info for info in found if info[0] == family]
+            rotated += same[turn % len(same) :] + same[: turn % len(same)]
+        return rotated
 
 
 class _Tunnel(asyncio.Protocol):
