@@ -15,7 +15,8 @@ class PinnedSource(SourceWrapper):
     """`source` as somebody listed it before, in another process perhaps, or part of it.
 
     Nothing is listed again, so that all ranks of a load read the very same objects, whatever happens to
-    the prefix meanwhile: what was replaced since fails with `ObjectChangedError`.
+    the prefix meanwhile: what was replaced since fails with `ObjectChangedError`, or is read as it was, if the
+    items have versions.
 
     Args:
         source: closed with this one.
@@ -29,7 +30,17 @@ class PinnedSource(SourceWrapper):
     async def list(self) -> Sequence[ObjectInfo]:
         for item in self._items.values():
             # One look at the store, for what only its answers tell: the region, whether we may read.
-            now = await self._source.stat(item.key)
+            try:
+                now = await self._source.stat(item.key, item.version)
+            except ObjectNotFoundError as error:
+                raise ObjectChangedError(
+                    "the object was deleted since the model was resolved",
+                    url=self.label(item.key),
+                    status=error.status,
+                    code=error.code,
+                    request_id=error.request_id,
+                    hint="start again, with what is there now",
+                ) from error
             if (now.size, now.pin) != (item.size, item.pin):
                 raise ObjectChangedError(
                     "the object was replaced since the model was resolved",
@@ -39,7 +50,7 @@ class PinnedSource(SourceWrapper):
             break
         return list(self._items.values())
 
-    async def stat(self, key: str) -> ObjectInfo:
+    async def stat(self, key: str, version: str | None = None) -> ObjectInfo:
         if key not in self._items:
             raise ObjectNotFoundError("it was not there when the model was resolved", url=self.label(key))
         return self._items[key]
