@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import aiohttp
 import botocore.exceptions as aws
 from aiobotocore.config import AioConfig
 from aiobotocore.session import AioSession
@@ -232,6 +233,9 @@ async def translated(place: Place, *, anonymous: bool) -> AsyncIterator[None]:
     except (aws.HTTPClientError, aws.ConnectionError) as error:
         # Never chained: what aiohttp says of a proxy holds its password.
         raise _no_answer(place, error) from None
+    except (aiohttp.ClientError, TimeoutError) as error:
+        # aiobotocore reads what GetObject is refused with outside of what translates aiohttp's exceptions.
+        raise unavailable(place, f"the refusal broke off: {type(error).__name__}") from None
     except aws.BotoCoreError as error:
         raise SourceError(f"the request could not be made: {_without_query(str(error))}", url=place.url) from error
     except (ResponseParserError, KeyError) as error:
