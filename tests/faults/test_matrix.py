@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import itertools
 import json
 import os
 import ssl
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -18,14 +19,17 @@ from pathlib import Path
 
 import pytest
 
+from streamer.config import StreamConfig
+from streamer.sources import ObjectInfo, open_source
 from tests.certificates import Certificates, make_certificates
-from tests.faults.loading import Outcome, load_once, longest_seconds, new_server, ranges_of, server_context
+from tests.faults.loading import OBJECTS, Outcome, load_once, longest_seconds, new_server, ranges_of, server_context
 from tests.servers.faults import CATALOGUE, NamedFault, Where
-from tests.servers.object_server import ObjectServer
+from tests.servers.object_server import Fault, ObjectServer, Request, Response
 
 POSITIONS = ("listing", "header", "first", "middle", "last")
 PARTS = {"first byte": 0.0, "middle byte": 0.5, "last byte": 1.0}
 MODES = ("trace", "eager")
+_OTHER_BYTES = bytes(value ^ 1 for value in range(256))
 
 
 @dataclass(frozen=True)
@@ -189,9 +193,16 @@ def ranks() -> Iterator[list[ProcessPoolExecutor]]:
         pool.shutdown()
 
 
-def _load_rank(environ: dict[str, str], server_url: str, mode: str, options: dict[str, object], rank: int) -> Outcome:
+def _load_rank(
+    environ: dict[str, str],
+    server_url: str,
+    mode: str,
+    options: Mapping[str, object],
+    rank: int,
+    items: Sequence[ObjectInfo] | None = None,
+) -> Outcome:
     os.environ.update(environ)
-    return load_once(server_url, mode, options, rank=rank, size=2)
+    return load_once(server_url, mode, options, rank=rank, size=2, items=items)
 
 
 def _two_ranks(server: ObjectServer, cell: Cell, ranks: list[ProcessPoolExecutor]) -> list[Outcome]:
@@ -229,6 +240,56 @@ def test_two_ranks_at_once(cell: Cell, ranks: list[ProcessPoolExecutor], table: 
     assert cell.wanted & {outcome.ended for outcome in outcomes}
     if cell.wanted == {"exact"}:
         assert sum(outcome.retries or 0 for outcome in outcomes) >= cell.fault.retries
+
+
+def _trained_further(server: ObjectServer) -> None:
+    """Replace the weights by others of the same shapes, as an upload of the next version does."""
+    for key, content in OBJECTS.items():
+        if key.endswith(".safetensors"):
+            start = 8 + int.from_bytes(content[:8], "little")
+            server.put("bucket", f"m/{key}", content[:start] + content[start:].translate(_OTHER_BYTES))
+
+
+async def _list(endpoint: str, pin: str) -> Sequence[ObjectInfo]:
+    source = open_source("s3://bucket/m", StreamConfig.resolve({"endpoint_url": endpoint, "pin": pin}))
+    try:
+        return await source.list()
+    finally:
+        await source.close()
+
+
+@pytest.mark.parametrize("transport", ["native", "sdk"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("pin", ["etag", "version"])
+def test_ranks_that_share_pins_never_mix(pin: str, mode: str, transport: str, ranks: list[ProcessPoolExecutor]) -> None:
+    """Everything is replaced while both load, and one more comes later: all end with the old bytes, or with an error."""
+    environ = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    options = {"pin": pin, "transport": transport}
+    replaced = []
+
+    def replace(request: Request, response: Response) -> Response:
+        _trained_further(server)
+        replaced.append(request.key)
+        return server.route(request)
+
+    with new_server() as server:
+        server.is_versioned = pin == "version"
+        items = asyncio.run(_list(server.url, pin))
+        key, _, end = _ranges(mode, 1, 2)[len(_ranges(mode, 1, 2)) // 2]
+        server.faults = [Fault(replace, key=key, end=end)]
+        load = functools.partial(_load_rank, environ, server.url, mode, options)
+        running = [pool.submit(load, rank, items) for rank, pool in enumerate(ranks)]
+        ended = [future.result(timeout=60).ended for future in running]
+        assert replaced
+        late = ranks[0].submit(load, 0, items).result(timeout=60).ended
+        alone = ranks[0].submit(load, 0).result(timeout=60).ended
+    if pin == "version":
+        assert [*ended, late] == ["exact"] * 3
+    else:
+        assert set(ended) <= {"exact", "ObjectChangedError"}
+        assert "ObjectChangedError" in ended
+        assert late == "ObjectChangedError"
+    assert alone == "wrong bytes", "without pins a rank loads what is there now, so this test can tell"
 
 
 def test_no_cell_is_empty() -> None:
