@@ -262,10 +262,10 @@ async def _list(endpoint: str, pin: str) -> Sequence[ObjectInfo]:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("pin", ["etag", "version"])
 def test_ranks_that_share_pins_never_mix(pin: str, mode: str, transport: str, ranks: list[ProcessPoolExecutor]) -> None:
-    """Everything is replaced while both load, and one more comes later: all end with the old bytes, or with an error."""
+    """Everything is replaced while both load, and one comes later: all end with the old bytes, or with an error."""
     environ = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
     options = {"pin": pin, "transport": transport}
-    replaced = []
+    replaced: list[str] = []
 
     def replace(request: Request, response: Response) -> Response:
         _trained_further(server)

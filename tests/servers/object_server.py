@@ -124,13 +124,16 @@ class ObjectServer:
 
     def put(self, bucket: str, key: str, content: bytes) -> None:
         etag = f'"{hashlib.md5(content).hexdigest()}"'
-        stored = Stored(content, etag, len(content), f"version-{len(self._versions) + 1}")
-        self.objects.setdefault(bucket, {})[key] = self._versions[stored.version] = stored
+        self._store(bucket, key, content, etag, len(content))
 
     def put_file(self, bucket: str, key: str, path: Path) -> None:
         status = path.stat()
         etag = f'"{status.st_ino:x}-{status.st_mtime_ns:x}"'
-        self.objects.setdefault(bucket, {})[key] = Stored(path, etag, status.st_size)
+        self._store(bucket, key, path, etag, status.st_size)
+
+    def _store(self, bucket: str, key: str, content: bytes | Path, etag: str, size: int) -> None:
+        stored = Stored(content, etag, size, f"version-{len(self._versions) + 1}")
+        self.objects.setdefault(bucket, {})[key] = self._versions[stored.version] = stored
 
     def put_folder(self, bucket: str, prefix: str, folder: Path) -> None:
         for path in sorted(folder.rglob("*")):
