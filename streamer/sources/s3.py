@@ -206,6 +206,8 @@ class S3Source:
                 self._addresses.clear()
 
     async def _follow_region(self, region: str | None) -> None:
+        if self._location.is_directory or self._location.is_multi_region:
+            return  # one has its zone's endpoint, the other none of a region
         client = self._client
         if client is not None and region and region != client.region and not self._config.region:
             await self._reopen(client, region)

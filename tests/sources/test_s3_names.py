@@ -231,6 +231,8 @@ async def read(source: S3Source, item: ObjectInfo) -> bytes:
 
 @pytest.mark.parametrize("transport", ["native", "sdk"])
 def test_a_directory_bucket_is_read_in_a_session(server: ObjectServer, express: Express, transport: str) -> None:
+    server.bucket_region = "use1-az4"
+
     async def run() -> None:
         source = open_express(server, transport=transport)
         (item,) = await source.list()
