@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 import uuid
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from streamer.checkpoint.manifest import MANIFEST_KEY, parse_manifest
 from streamer.cli.app import app
 from streamer.config import StreamConfig
 from streamer.errors import AccessDeniedError, ConfigError, ObjectChangedError
+from streamer.fetch.headers import read_checkpoint
 from streamer.sources import ObjectInfo, open_source
 from streamer.sources.pinned import PinnedSource
 from tests.faults.loading import OBJECTS, OPTIONS, load_once
@@ -293,3 +295,29 @@ def test_the_permission_for_versions_is_named(server: ObjectServer, transport: s
         await source.close()
 
     asyncio.run(run())
+
+
+def test_files_that_are_named_are_looked_up_side_by_side(server: ObjectServer) -> None:
+    """As each rank does for vLLM's sharded state, and everybody for the URL of a file."""
+    keys = [key for key in OBJECTS if key.endswith(".safetensors")]
+    asked: list[float] = []
+
+    def slowly(request: Request, response: Response) -> None:
+        asked.append(time.monotonic())
+        response.delay_seconds = 1.0
+
+    server.is_versioned = True
+    for key in keys:
+        server.put("bucket", f"m/{key}", OBJECTS[key])
+    server.faults = [Fault(slowly, times=None, method="HEAD")]
+    config = StreamConfig.resolve({**OPTIONS, "endpoint_url": server.url, "pin": "version", "idle_timeout_seconds": 5})
+
+    async def run() -> None:
+        source = open_source("s3://bucket/m", config)
+        opened = await read_checkpoint(source, config, only=keys)
+        assert [item.version for item in opened.items] == ["version-1", "version-2"]
+        await source.close()
+
+    asyncio.run(run())
+    first, second = asked
+    assert second - first < 0.9, "the second waited for the first"
