@@ -167,6 +167,10 @@ class StreamConfig:
     requester_pays: bool = False
     """Agree to pay for the requests, which buckets with requester pays insist on."""
 
+    pin: Literal["etag", "version"] = "etag"
+    """What holds an S3 object still during a load. ``etag``: one that is replaced stops the load. ``version``: it is
+    read on as it was, which needs a bucket with versioning, ``s3:GetObjectVersion``, and one HEAD for each object."""
+
     sse_customer_key_file: str | None = None
     """File of the 32 bytes with which the customer had S3 encrypt the objects (SSE-C). Keys of S3's own and of
     KMS need nothing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import os
 import re
@@ -110,7 +111,7 @@ def locate(model: str, revision: str | None, subfolder: str | None, config: Stre
     if pulled is not None:
         below = f"{subfolder.strip('/')}/" if subfolder else ""
         items = tuple(
-            ObjectInfo(item.key.removeprefix(below), item.size, item.pin)
+            dataclasses.replace(item, key=item.key.removeprefix(below))
             for item in pulled.items
             if item.key.startswith(below)
         )

@@ -56,7 +56,7 @@ async def make_manifest(
         for name, start, end in _stretches(opened.checkpoint, number):
             joined = b"".join(by_start[piece.start] for piece in pieces if start <= piece.start < end)
             stretches.append(Stretch(name, start, end, joined))
-        files[item.key] = FileDigests(item.size, item.pin, tuple(stretches))
+        files[item.key] = FileDigests(item.size, item.pin, tuple(stretches), item.version)
     return Manifest(block_bytes, files, await _digest_others(source, opened))
 
 

@@ -33,7 +33,7 @@ from streamer.sources.open import local_path, open_source
 __all__ = ["PulledFolder", "metadata_folder", "pull", "read_pins"]
 
 PINS_FILE = ".s3stream.json"
-_FORMAT = 1
+_FORMAT = 2  # 1 had no versions
 _CHUNK_BYTES = 32 << 20
 
 
@@ -132,7 +132,7 @@ def _cache(config: StreamConfig) -> Path:
 
 def _name(url: str, items: Sequence[ObjectInfo], everything: bool, integrity: str) -> str:
     """Name a folder so that whoever wants the same, checked alike, finds it."""
-    listing = sorted((item.key, item.size, item.pin) for item in items)
+    listing = sorted((item.key, item.size, item.pin, item.version) for item in items)
     digest = hashlib.sha256(json.dumps([_FORMAT, url, everything, integrity, listing]).encode()).hexdigest()
     # Engines put the folder's name into messages; let it be recognisable.
     readable = re.sub(r"[^A-Za-z0-9._-]+", "-", url.partition("://")[2]).strip("-.")[-60:]
@@ -166,7 +166,7 @@ def _publish(
         document = {
             "format": _FORMAT,
             "url": source.url,
-            "objects": [[item.key, item.size, item.pin] for item in items],
+            "objects": [[item.key, item.size, item.pin, item.version] for item in items],
         }
         (unfinished / PINS_FILE).write_text(json.dumps(document))
         shutil.rmtree(folder, ignore_errors=True)  # without its pins file it is not ours to trust

@@ -66,11 +66,16 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class FileDigests:
-    """One file: its size and identity when it was read, and its stretches in order, which cover it."""
+    """One file: its size and identity when it was read, and its stretches in order, which cover it.
+
+    Attributes:
+        pin, version: as `streamer.sources.base.ObjectInfo` has them. For people: loads go by the digests.
+    """
 
     size: int
     pin: str | None
     stretches: tuple[Stretch, ...]
+    version: str | None = None
 
     def covering(self, start: int, end: int, block_bytes: int) -> tuple[int, int]:
         """Return the smallest range of whole blocks that holds ``[start, end)``."""
@@ -117,6 +122,7 @@ class Manifest:
                 key: {
                     "size": file.size,
                     "etag": file.pin,
+                    "version": file.version,
                     "tensors": [
                         {
                             "name": stretch.name,
@@ -151,7 +157,10 @@ def parse_manifest(body: bytes, label: str) -> Manifest:
         block_bytes = _positive(document["block_bytes"])
         files = {
             str(key): FileDigests(
-                _positive(file["size"]), file["etag"], _stretches(file["tensors"], file["size"], block_bytes)
+                _positive(file["size"]),
+                file["etag"],
+                _stretches(file["tensors"], file["size"], block_bytes),
+                file.get("version"),
             )
             for key, file in document["files"].items()
         }

@@ -12,6 +12,7 @@ from streamer.checkpoint.select import Listed, Selection, choose_index, select_f
 from streamer.config import StreamConfig
 from streamer.errors import CheckpointError
 from streamer.sources.base import ObjectInfo, Source
+from streamer.sources.tasks import FlatTaskGroup
 
 __all__ = ["OpenedCheckpoint", "read_checkpoint", "read_object"]
 
@@ -55,7 +56,7 @@ async def read_checkpoint(
     Raises:
         CheckpointError, SourceError: before any byte of a weight is read.
     """
-    items = {item.key: item for item in await (_stat_all(source, only) if only else source.list())}
+    items = {item.key: item for item in await (_stat_all(source, only, config.concurrency) if only else source.list())}
     listing = [Listed(item.key, item.size) for item in items.values()]
     index = None if only else await _read_index(source, config, items, listing)
     if only:
@@ -75,7 +76,7 @@ async def read_checkpoint(
             progress(finished, len(selection.weights))
         return header
 
-    async with _FlatTaskGroup() as group:
+    async with FlatTaskGroup() as group:
         tasks = [group.create_task(read_header(listed)) for listed in selection.weights]
     checkpoint = assemble(
         source.url,
@@ -88,8 +89,16 @@ async def read_checkpoint(
     return OpenedCheckpoint(checkpoint, [items[listed.key] for listed in selection.weights])
 
 
-async def _stat_all(source: Source, keys: Sequence[str]) -> Sequence[ObjectInfo]:
-    return [await source.stat(key) for key in keys]
+async def _stat_all(source: Source, keys: Sequence[str], concurrency: int) -> Sequence[ObjectInfo]:
+    gate = asyncio.Semaphore(concurrency)
+
+    async def stat(key: str) -> ObjectInfo:
+        async with gate:
+            return await source.stat(key)
+
+    async with FlatTaskGroup() as group:
+        tasks = [group.create_task(stat(key)) for key in keys]
+    return [task.result() for task in tasks]
 
 
 async def _read_index(
@@ -115,13 +124,3 @@ async def _read_header(source: Source, item: ObjectInfo, first_read_bytes: int) 
         position += count
         count = parser.missing
     return parser.finish()
-
-
-class _FlatTaskGroup(asyncio.TaskGroup):
-    """A task group whose caller sees the first failure as itself."""
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        try:
-            await super().__aexit__(*exc_info)  # type: ignore[arg-type]
-        except BaseExceptionGroup as group:
-            raise group.exceptions[0] from None

@@ -128,7 +128,7 @@ class Sharing:
         self._engines.append(engine)
         self._files.extend(files)
         for file in files:
-            label = (file.source.label(file.item.key), file.item.size, file.item.pin)
+            label = (file.source.label(file.item.key), file.item.size, file.item.pin, file.item.version)
             self._digest.update(repr(label).encode())
         if self._node is not None:
             self._stage(engine)

@@ -19,11 +19,13 @@ class ObjectInfo:
         key: relative to the source's root.
         size: bytes.
         pin: identifies the content; a read of other content fails. An ETag, or what stands in for one.
+        version: reads are of this version, whatever has replaced it since; None where there are none to ask for.
     """
 
     key: str
     size: int
     pin: str | None = None
+    version: str | None = None
 
 
 class Source(Protocol):
@@ -48,8 +50,11 @@ class Source(Protocol):
             SourceError: see `streamer.errors`.
         """
 
-    async def stat(self, key: str) -> ObjectInfo:
+    async def stat(self, key: str, version: str | None = None) -> ObjectInfo:
         """Return one object.
+
+        Args:
+            version: this one of it, instead of the latest. Only sources whose items have versions are asked for any.
 
         Raises:
             ObjectNotFoundError: there is none.

@@ -91,7 +91,7 @@ class FsspecSource:
         below = path.removeprefix(self._root) if path.startswith(self._root) else ""
         return below.lstrip("/")
 
-    async def stat(self, key: str) -> ObjectInfo:
+    async def stat(self, key: str, version: str | None = None) -> ObjectInfo:
         return await self._call(Place(self.label(key)), lambda: self._look(key))
 
     def _look(self, key: str) -> ObjectInfo:

@@ -68,7 +68,7 @@ class LocalSource:
     def _on_walk_error(self, error: OSError) -> None:
         raise self._translate(error, str(error.filename)) from error
 
-    async def stat(self, key: str) -> ObjectInfo:
+    async def stat(self, key: str, version: str | None = None) -> ObjectInfo:
         try:
             return _info(key, (self._root / key).stat())
         except OSError as error:

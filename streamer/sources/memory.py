@@ -35,7 +35,7 @@ class MemorySource:
             raise ObjectNotFoundError("there are no objects here", url=self.url)
         return [self._info(key, body) for key, body in self._objects.items()]
 
-    async def stat(self, key: str) -> ObjectInfo:
+    async def stat(self, key: str, version: str | None = None) -> ObjectInfo:
         if key not in self._objects:
             raise ObjectNotFoundError("no such object", url=self.label(key))
         return self._info(key, self._objects[key])

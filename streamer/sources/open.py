@@ -51,6 +51,8 @@ def open_source(url: str, config: StreamConfig) -> Source:
                 f"s3:// URLs need the package {error.name}", hint="pip install aiobotocore"
             ) from error
         return S3Source(parse_s3_url(url), config)
+    if config.pin == "version":
+        raise ConfigError(f"{url} cannot be read with pin=version", hint="only s3:// URLs have versions to pin")
     from streamer.sources.fsspec_source import FsspecSource
 
     return FsspecSource(url, config)

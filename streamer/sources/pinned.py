@@ -16,10 +16,20 @@ async def confirm(source: Source, item: ObjectInfo) -> None:
     and whether we may read.
 
     Raises:
-        ObjectChangedError: it was replaced since.
+        ObjectChangedError: it was replaced or deleted since.
         SourceError: see `streamer.errors`.
     """
-    now = await source.stat(item.key)
+    try:
+        now = await source.stat(item.key, item.version)
+    except ObjectNotFoundError as error:
+        raise ObjectChangedError(
+            "the object was deleted since the model was resolved",
+            url=source.label(item.key),
+            status=error.status,
+            code=error.code,
+            request_id=error.request_id,
+            hint="start again, with what is there now",
+        ) from error
     if (now.size, now.pin) != (item.size, item.pin):
         raise ObjectChangedError(
             "the object was replaced since the model was resolved",
@@ -32,7 +42,8 @@ class PinnedSource(SourceWrapper):
     """`source` as somebody listed it before, in another process perhaps, or part of it.
 
     Nothing is listed again, so that all ranks of a load read the very same objects, whatever happens to
-    the prefix meanwhile: what was replaced since fails with `ObjectChangedError`.
+    the prefix meanwhile: what was replaced since fails with `ObjectChangedError`, or is read as it was, if the
+    items have versions.
 
     Args:
         source: closed with this one.
@@ -49,7 +60,7 @@ class PinnedSource(SourceWrapper):
             await confirm(self._source, items[0])
         return items
 
-    async def stat(self, key: str) -> ObjectInfo:
+    async def stat(self, key: str, version: str | None = None) -> ObjectInfo:
         if key not in self._items:
             raise ObjectNotFoundError("it was not there when the model was resolved", url=self.label(key))
         return self._items[key]

@@ -14,12 +14,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from streamer.config import StreamConfig
-from streamer.errors import BadResponseError, ObjectNotFoundError, SourceError, shorten
+from streamer.errors import BadResponseError, ConfigError, ObjectNotFoundError, SourceError, shorten
 from streamer.sources.base import ObjectInfo
 from streamer.sources.s3_client import S3Client, open_s3_client, ssl_context_for, translated
 from streamer.sources.s3_extras import S3Extras
 from streamer.sources.s3_sdk import SdkReader
 from streamer.sources.s3_url import S3Location
+from streamer.sources.s3_versions import resolve_versions, version_of
 from streamer.transport.failures import CredentialsExpired, Place, WrongRegion, unavailable
 from streamer.transport.hedging import Hedging
 from streamer.transport.pool import ConnectionPool, parse_origin
@@ -35,6 +36,8 @@ T = TypeVar("T")
 #: A signed URL is replaced this long after signing at the latest. botocore refreshes credentials at
 #: least ten minutes before they expire, so a URL younger than this never outlives them.
 _RENEW_AFTER_SECONDS = 300.0
+#: The same for a directory bucket, whose sessions botocore replaces ten seconds before they expire.
+_RENEW_SESSION_AFTER_SECONDS = 10.0
 
 
 class S3Source:
@@ -62,7 +65,9 @@ class S3Source:
         self._retired: list[S3Client] = []
         self._pool: ConnectionPool | None = None
         self._reader: RangeReader | None = None
-        self._addresses: dict[str, tuple[Address, float]] = {}
+        self._addresses: dict[tuple[str, str | None], tuple[Address, float]] = {}
+        life = _RENEW_SESSION_AFTER_SECONDS if location.is_directory else _RENEW_AFTER_SECONDS
+        self._address_life = min(life, config.presign_seconds / 2)
 
     def __repr__(self) -> str:
         return f"<S3Source {self.url}>"
@@ -103,6 +108,8 @@ class S3Source:
                 f"{self.url}: the store gives no strong ETags, so a change during the load cannot be noticed",
                 stacklevel=2,
             )
+        if self._config.pin == "version":
+            return await resolve_versions(found, self.stat, label=self.label, concurrency=self._config.concurrency)
         return found
 
     async def _page(self, prefix: str, token: str | None, **options: Any) -> dict[str, Any]:
@@ -121,6 +128,8 @@ class S3Source:
     async def _suggest(self) -> str:
         """Look for what the user may have meant; only on the way to an error."""
         prefix = self._location.prefix.rstrip("/")
+        if self._location.is_directory:  # which lists folders only
+            prefix = prefix[: prefix.rfind("/") + 1]
         try:
             page = await self._page(prefix, None, Delimiter="/", MaxKeys=20)
         except SourceError:
@@ -129,15 +138,19 @@ class S3Source:
         near += [f"s3://{self._location.bucket}/{item['Key']}" for item in page.get("Contents", ())]
         return f"there is {shorten(near, 4)}" if near else "check the bucket and the prefix"
 
-    async def stat(self, key: str) -> ObjectInfo:
+    async def stat(self, key: str, version: str | None = None) -> ObjectInfo:
+        chosen = {} if version is None else {"VersionId": version}
+
         async def fetch(client: S3Client) -> dict[str, Any]:
             head: dict[str, Any] = await client.api.head_object(
-                Bucket=self._location.bucket, Key=self._location.prefix + key, **self._extras.for_objects
+                Bucket=self._location.bucket, Key=self._location.prefix + key, **chosen, **self._extras.for_objects
             )
             return head
 
-        head = await self._call(self.label(key), fetch)
-        return ObjectInfo(key, head["ContentLength"], _pin(head.get("ETag")))
+        head = await self._call(self.label(key), fetch, version)
+        if version is None and self._config.pin == "version":
+            version = version_of(head, self.label(key))
+        return ObjectInfo(key, head["ContentLength"], _pin(head.get("ETag")), version)
 
     async def put(self, key: str, body: bytes) -> None:
         """Write one object, replacing what is there."""
@@ -149,9 +162,9 @@ class S3Source:
 
         await self._call(self.label(key), send)
 
-    async def _call(self, url: str, operation: Callable[[S3Client], Awaitable[T]]) -> T:
+    async def _call(self, url: str, operation: Callable[[S3Client], Awaitable[T]], version: str | None = None) -> T:
         """Run a control-plane call under the retry policy, renewing credentials or the region once."""
-        place = Place(url)
+        place = Place(url, version=version)
         limit = self._config.retry_deadline_seconds
         mended = False
 
@@ -181,18 +194,20 @@ class S3Source:
         if self._client is None:
             async with self._opening:
                 if self._client is None:
-                    self._client = await open_s3_client(self._config, url=self.url)
+                    self._client = await open_s3_client(self._config, self._location)
         return self._client
 
     async def _reopen(self, old: S3Client, region: str) -> None:
         """Replace `old` unless somebody already has; whatever was signed with it is forgotten."""
         async with self._opening:
             if self._client is old:
-                self._client = await open_s3_client(self._config, url=self.url, region=region)
+                self._client = await open_s3_client(self._config, self._location, region=region)
                 self._retired.append(old)
                 self._addresses.clear()
 
     async def _follow_region(self, region: str | None) -> None:
+        if self._location.is_directory or self._location.is_multi_region:
+            return  # one has its zone's endpoint, the other none of a region
         client = self._client
         if client is not None and region and region != client.region and not self._config.region:
             await self._reopen(client, region)
@@ -203,6 +218,11 @@ class S3Source:
         await self._hedging.read(functools.partial(self._read, item), start, buffers)
 
     async def _read(self, item: ObjectInfo, start: int, buffers: Sequence[memoryview]) -> None:
+        if item.version is None and self._config.pin == "version":
+            raise ConfigError(
+                f"{self.label(item.key)} was resolved without its version, and pin=version asks for one",
+                hint="set pin=version for every process of the load, or for none",
+            )
         client = await self._open()
         if self._config.transport == "sdk":
             reader = SdkReader(
@@ -222,37 +242,39 @@ class S3Source:
             self._reader = RangeReader(self._pool, self._config, self._policy, self._stats, self._pressure)
 
         async def address(expired: Address | None) -> Address:
-            return await self._address(item.key, expired)
+            return await self._address(item, expired)
 
-        target = ReadTarget(self.label(item.key), item.size, item.pin, address, self._config.anonymous)
+        target = ReadTarget(self.label(item.key), item.size, item.pin, address, self._config.anonymous, item.version)
         await self._reader.read(target, start, buffers)
 
-    async def _address(self, key: str, expired: Address | None) -> Address:
-        """Return the signed address of `key`, signing it at most once per `_RENEW_AFTER_SECONDS`.
+    async def _address(self, item: ObjectInfo, expired: Address | None) -> Address:
+        """Return the signed address of `item`, signing it at most once in its life.
 
         Args:
             expired: what the store refused. Credentials are looked up anew, once for all who ask.
         """
-        known = self._addresses.get(key)
+        known = self._addresses.get((item.key, item.version))
         if known is not None and known[0] is not expired and self._clock() < known[1]:
             return known[0]
         client = await self._open()
         if expired is not None and expired.signer is client:
             await self._reopen(client, client.region)
             client = await self._open()
-        async with translated(Place(self.label(key)), anonymous=self._config.anonymous):
+        chosen = {} if item.version is None else {"VersionId": item.version}
+        async with translated(Place(self.label(item.key)), anonymous=self._config.anonymous):
             url = await client.api.generate_presigned_url(
                 "get_object",
                 Params={
                     "Bucket": self._location.bucket,
-                    "Key": self._location.prefix + key,
+                    "Key": self._location.prefix + item.key,
+                    **chosen,
                     **self._extras.for_objects,
                 },
                 ExpiresIn=self._config.presign_seconds,
             )
         origin, target = parse_origin(url, client.proxy)
         address = Address(origin, target, client, self._extras.headers_for(url))
-        self._addresses[key] = (address, self._clock() + min(_RENEW_AFTER_SECONDS, self._config.presign_seconds / 2))
+        self._addresses[item.key, item.version] = (address, self._clock() + self._address_life)
         return address
 
     async def close(self) -> None:

@@ -8,15 +8,15 @@ import re
 import ssl
 import warnings
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import aiohttp
 import botocore.exceptions as aws
 from aiobotocore.config import AioConfig
 from aiobotocore.session import AioSession
-from botocore import UNSIGNED
 from botocore.httpsession import get_cert_path
 from botocore.parsers import ResponseParserError
 from botocore.utils import get_environ_proxies
@@ -28,10 +28,11 @@ from streamer.sources.s3_identity import (
     IDENTITY_OPERATIONS,
     endpoint_hint,
     no_credentials,
-    perhaps_expired,
     refused_identity,
     unreadable_credentials,
 )
+from streamer.sources.s3_signing import follow_rules, signature_version
+from streamer.sources.s3_url import S3Location
 from streamer.transport.checks import retry_after
 from streamer.transport.failures import OPEN_FILES_HINT, Place, classify, is_out_of_files, unavailable
 from streamer.transport.pool import Proxy, proxy_for
@@ -53,17 +54,19 @@ class S3Client:
     stack: contextlib.AsyncExitStack
 
 
-async def open_s3_client(config: StreamConfig, *, url: str | None = None, region: str | None = None) -> S3Client:
+async def open_s3_client(config: StreamConfig, location: S3Location, *, region: str | None = None) -> S3Client:
     """Create a session and a client; credentials are looked up, S3 is not contacted.
 
     Args:
-        url: what they are for, in messages.
+        location: what they are for; its kind decides how requests are signed.
         region: overrides what the configuration and botocore say, after the store has told us better.
 
     Raises:
         ConfigError: a profile, region or endpoint that botocore refuses.
         CredentialsError: there are none, they are only half there, or their provider failed.
+        MissingDependencyError: this kind of location needs a package that is not installed.
     """
+    url = location.url
     _refuse_keys(config.endpoint_url)
     session = AioSession(profile=config.profile)
     try:
@@ -79,9 +82,10 @@ async def open_s3_client(config: StreamConfig, *, url: str | None = None, region
                 region_name=region,
                 endpoint_url=config.endpoint_url,
                 verify=verify,
-                config=_client_config(config),
+                config=_client_config(config, location),
             )
         )
+        follow_rules(api)
     except aws.ProfileNotFound as error:
         raise ConfigError(f"there is no profile {error.kwargs.get('profile')!r}", hint="see ~/.aws/config") from error
     except StreamError:
@@ -127,14 +131,13 @@ async def _find_credentials(session: AioSession, url: str | None) -> None:
         raise no_credentials(url)
 
 
-def _client_config(config: StreamConfig) -> AioConfig:
+def _client_config(config: StreamConfig, location: S3Location) -> AioConfig:
     options: dict[str, Any] = {}
     if config.addressing_style != "auto":
         # Left out otherwise: naming it would override the profile's own `s3` section.
         options["s3"] = {"addressing_style": config.addressing_style}
     return AioConfig(
-        # us-east-1 with a custom endpoint would otherwise presign with SigV2.
-        signature_version=UNSIGNED if config.anonymous else "s3v4",
+        signature_version=signature_version(location, anonymous=config.anonymous),
         connect_timeout=config.connect_timeout_seconds,
         read_timeout=config.idle_timeout_seconds,
         max_pool_connections=config.concurrency,
@@ -199,8 +202,8 @@ async def translated(place: Place, *, anonymous: bool) -> AsyncIterator[None]:
         request_id = metadata.get("RequestId") or None
         if error.operation_name in IDENTITY_OPERATIONS:
             raise refused_identity(place, error.operation_name, status, detail, request_id) from None
-        if error.operation_name == "HeadObject" and status == 400 and not anonymous:
-            raise perhaps_expired(place, request_id) from None
+        if error.operation_name == "CreateSession":
+            place = replace(place, action="s3express:CreateSession")
         raise classify(
             place,
             status,
@@ -230,6 +233,9 @@ async def translated(place: Place, *, anonymous: bool) -> AsyncIterator[None]:
     except (aws.HTTPClientError, aws.ConnectionError) as error:
         # Never chained: what aiohttp says of a proxy holds its password.
         raise _no_answer(place, error) from None
+    except (aiohttp.ClientError, TimeoutError) as error:
+        # aiobotocore reads what GetObject is refused with outside of what translates aiohttp's exceptions.
+        raise unavailable(place, f"the refusal broke off: {type(error).__name__}") from None
     except aws.BotoCoreError as error:
         raise SourceError(f"the request could not be made: {_without_query(str(error))}", url=place.url) from error
     except (ResponseParserError, KeyError) as error:

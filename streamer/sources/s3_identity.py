@@ -18,7 +18,6 @@ import botocore.exceptions as aws
 from streamer.errors import CredentialsError
 from streamer.transport.failures import (
     OPEN_FILES_HINT,
-    CredentialsExpired,
     Place,
     classify,
     is_out_of_files,
@@ -31,7 +30,6 @@ __all__ = [
     "IDENTITY_OPERATIONS",
     "endpoint_hint",
     "no_credentials",
-    "perhaps_expired",
     "refused_identity",
     "unreadable_credentials",
 ]
@@ -112,18 +110,6 @@ def refused_identity(
         code=code or None,
         request_id=request_id,
     )
-
-
-def perhaps_expired(place: Place, request_id: str | None) -> CredentialsExpired:
-    """A HEAD refused with 400: S3 answers expired credentials so, and a HEAD has no room for the reason."""
-    final = CredentialsError(
-        "the store refused the request without a reason, as it does when credentials have expired",
-        hint="log in again or refresh them, or check the region",
-        url=place.url,
-        status=400,
-        request_id=request_id,
-    )
-    return CredentialsExpired(final)
 
 
 def endpoint_hint() -> str | None:

@@ -62,7 +62,7 @@ class SdkReader:
             if renew and client is not None:
                 await self._reopen(client, client.region)  # unless somebody else already has
             client = await self._open_client()
-            await self._try(client, bucket, key, Place(url, position, end), item, scatter)
+            await self._try(client, bucket, key, Place(url, position, end, item.version), item, scatter)
 
         await read_resuming(try_read, start, scatter, self._policy, self._stats, self._pressure)
 
@@ -72,6 +72,8 @@ class SdkReader:
         assert place.start is not None
         assert place.end is not None
         pin = {} if item.pin is None else {"IfMatch": item.pin}
+        if item.version is not None:
+            pin["VersionId"] = item.version
         async with translated(place, anonymous=self._config.anonymous):
             response = await client.api.get_object(
                 Bucket=bucket,

@@ -45,8 +45,8 @@ class VerifiedSource(SourceWrapper):
             self._compare_size(manifest, item)
         return items
 
-    async def stat(self, key: str) -> ObjectInfo:
-        item = await super().stat(key)
+    async def stat(self, key: str, version: str | None = None) -> ObjectInfo:
+        item = await super().stat(key, version)
         self._compare_size(await self._read_manifest(), item)
         return item
 

@@ -30,8 +30,8 @@ class SourceWrapper:
     async def list(self) -> Sequence[ObjectInfo]:
         return await self._source.list()
 
-    async def stat(self, key: str) -> ObjectInfo:
-        return await self._source.stat(key)
+    async def stat(self, key: str, version: str | None = None) -> ObjectInfo:
+        return await self._source.stat(key, version)
 
     async def read_into(self, item: ObjectInfo, start: int, buffers: Sequence[memoryview]) -> None:
         await self._source.read_into(item, start, buffers)

@@ -57,8 +57,10 @@ _TRANSIENT_CODES = frozenset(
         "RequestLimitExceeded",
         "BandwidthLimitExceeded",
         "OperationAborted",
+        "KMS.ThrottlingException",
     }
 )
+_KMS_HINT = "the identity needs kms:Decrypt for the key that the object is encrypted with"
 _SIGNED = re.compile(
     r"((?:signature|security-token|credential)(?:=|%3D)|x-amz-security-token['\"]?:\s*['\"]?"
     r"|authorization['\"]?:\s*['\"]?(?:basic|bearer)\s+)[^\s&,;\"'<>]+",
@@ -72,11 +74,18 @@ _REGION_CODES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Which object (or prefix) and range an error is about; see `SourceError`."""
+    """Which object (or prefix) and range an error is about; see `SourceError`.
+
+    Attributes:
+        version: of the object, if the request names one.
+        action: the permission that the request needs, if it is not clear from the rest.
+    """
 
     url: str
     start: int | None = None
     end: int | None = None
+    version: str | None = None
+    action: str | None = None
 
     @property
     def is_read(self) -> bool:
@@ -147,11 +156,18 @@ def classify(
     if code == "InvalidObjectState":
         return make(AccessDeniedError, "the object is archived", "restore it to a readable storage class first")
     if status in (401, 403):
-        return make(AccessDeniedError, "access denied", _access_hint(place, anonymous))
+        return make(AccessDeniedError, "access denied", _access_hint(place, anonymous, message))
+    if code.startswith("KMS.") and code not in _TRANSIENT_CODES:
+        return make(AccessDeniedError, "the object's KMS key cannot be used", f"{_KMS_HINT}, which must be enabled")
+    if status == 400 and not code and not anonymous:
+        return _perhaps_expired(place, request_id)
     if status == 412:
         return make(ObjectChangedError, "the object changed during the load", "load again when nobody writes to it")
     if status == 416:
         return make(ObjectChangedError, "the object is now shorter than when it was listed", "load again")
+    if status == 404 and place.version is not None:
+        gone = f"version {place.version} of the object was deleted during the load"
+        return make(ObjectChangedError if place.is_read else ObjectNotFoundError, gone, "load again")
     if status == 404 and place.is_read:
         return make(ObjectChangedError, "the object was deleted during the load")
     if status == 404:
@@ -173,9 +189,30 @@ def is_out_of_files(error: BaseException | None) -> bool:
     return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
 
 
-def _access_hint(place: Place, anonymous: bool) -> str:
+def _perhaps_expired(place: Place, request_id: str | None) -> CredentialsExpired:
+    """A 400 that gives no reason: expired credentials are refused so where there is no room for one, in the answer to
+    a HEAD, and where it was lost on the way."""
+    final = CredentialsError(
+        "the store refused the request without a reason, as it does when credentials have expired",
+        hint="log in again or refresh them, or check the region",
+        url=place.url,
+        start=place.start,
+        end=place.end,
+        status=400,
+        request_id=request_id,
+    )
+    return CredentialsExpired(final)
+
+
+def _access_hint(place: Place, anonymous: bool, message: str) -> str:
     if anonymous:
         return "the request was anonymous; unset `anonymous` to use credentials"
+    if "kms:" in message:  # it names what the identity lacks; only the hint goes by it
+        return _KMS_HINT
+    if place.action is not None:
+        return f"the identity needs {place.action} here"
+    if place.version is not None:
+        return "with pin=version the identity needs s3:GetObjectVersion here"
     action = "s3:GetObject" if place.is_read else "s3:ListBucket and s3:GetObject"
     return f"the identity needs {action} here; for a public bucket set anonymous=true"
 

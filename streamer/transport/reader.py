@@ -55,6 +55,7 @@ class ReadTarget:
         url: as the user would write it.
         size: bytes.
         etag: sent as ``If-Match`` and compared with the answer; None reads unpinned.
+        version: that `address` names, for messages.
         address: returns where to ask. It is given the address that the store called expired, if one was.
     """
 
@@ -63,6 +64,7 @@ class ReadTarget:
     etag: str | None
     address: Callable[[Address | None], Awaitable[Address]]
     anonymous: bool = False
+    version: str | None = None
 
 
 #: Performs one try: fills the scatter from its cursor on, or raises `TransientFailure`,
@@ -146,7 +148,7 @@ class RangeReader:
         async def try_read(position: int, scatter: Scatter, renew: bool) -> None:
             nonlocal address
             address = await target.address(address if renew else None)
-            await self._try(target, Place(target.url, position, end), address, scatter)
+            await self._try(target, Place(target.url, position, end, target.version), address, scatter)
 
         await read_resuming(try_read, start, scatter, self._policy, self._stats, self._pressure)
 

@@ -242,7 +242,7 @@ def test_what_our_objects_look_like(server: ObjectServer, planted: None, monkeyp
             try:
                 (item,) = await source.list()
                 await source.read_into(item, 0, [memoryview(bytearray(10))])
-                address = await source._address(item.key, None)
+                address = await source._address(item, None)
                 client = await source._open()
                 assert "X-Amz-Security-Token" in address.request_target, "the test looks at the right thing"
                 assert address.origin.proxy is not None

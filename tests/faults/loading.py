@@ -6,7 +6,7 @@ import contextlib
 import json
 import ssl
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,8 @@ import streamer
 from streamer import errors
 from streamer.config import StreamConfig
 from streamer.errors import StreamError
+from streamer.sources import ObjectInfo, open_source
+from streamer.sources.pinned import PinnedSource
 from tests.conftest import SECRET_KEY
 from tests.servers.object_server import ObjectServer
 
@@ -135,15 +137,26 @@ class Outcome:
 
 
 def load_once(
-    endpoint: str, mode: str, options: Mapping[str, object] | None = None, *, rank: int = 0, size: int = 1
+    endpoint: str,
+    mode: str,
+    options: Mapping[str, object] | None = None,
+    *,
+    rank: int = 0,
+    size: int = 1,
+    url: str = "s3://bucket/m",
+    items: Sequence[ObjectInfo] | None = None,
 ) -> Outcome:
-    """Load, compare every parameter bit by bit, and say how it ended. Errors that are not ours are not caught."""
+    """Load, compare every parameter bit by bit, and say how it ended. Errors that are not ours are not caught.
+
+    Args:
+        items: as another process listed them; nothing is listed then.
+    """
     model = Model(rank, size)
+    config = StreamConfig.resolve({**OPTIONS, "endpoint_url": endpoint, "mode": mode, **(options or {})})
+    source = url if items is None else PinnedSource(open_source(url, config), items)
     began = time.monotonic()
     try:
-        report = streamer.load(
-            model, "s3://bucket/m", {**OPTIONS, "endpoint_url": endpoint, "mode": mode, **(options or {})}
-        )
+        report = streamer.load(model, source, config)
     except StreamError as error:
         text = str(error)
         assert SECRET_KEY not in text, "a message holds the secret key"

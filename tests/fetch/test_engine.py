@@ -45,7 +45,7 @@ class FakeSource:
     async def list(self) -> Sequence[ObjectInfo]:
         return [ITEM]
 
-    async def stat(self, key: str) -> ObjectInfo:
+    async def stat(self, key: str, version: str | None = None) -> ObjectInfo:
         return ITEM
 
     async def read_into(self, item: ObjectInfo, start: int, buffers: Sequence[memoryview]) -> None:

@@ -69,6 +69,7 @@ class NamedFault:
     Args:
         make: builds the change of responses, for a server and a place.
         ends_in: the error classes that are right; empty: the load must be exact.
+        in_sdk: the same for a body that the SDK receives; None: as `ends_in`.
         in_listing: the same for a fault of the listing; None: it cannot happen there.
         times: how often it strikes; None for ever.
         retries: what a load that survives it must at least report.
@@ -86,6 +87,7 @@ class NamedFault:
     in_body: bool = False
     seconds: float = 0.0
     options: dict[str, object] = field(default_factory=dict)
+    in_sdk: Kinds | None = None
 
     @property
     def is_survivable(self) -> bool:
@@ -238,6 +240,18 @@ def _stalled_refusal(request: Request, response: Response) -> Response:
     return refusal
 
 
+def _cut_refusal(request: Request, response: Response) -> Response:
+    refusal = error_response(400, "ExpiredToken", "because")
+    refusal.cut_after = refusal.count - 30  # after the code, which nobody can read before the document ends
+    return refusal
+
+
+def _unreadable_refusal(request: Request, response: Response) -> Response:
+    refusal = error_response(400, "ExpiredToken", "because")
+    _replace_body(refusal, b"x" * refusal.count)
+    return refusal
+
+
 def _error_in_200(request: Request, response: Response) -> Response:
     failed = error_response(503, "SlowDown", "because")
     failed.status = 200
@@ -336,6 +350,7 @@ def _pair(
     listing: bool = False,
     listing_kinds: Kinds | None = None,
     in_body: bool = False,
+    in_sdk: Kinds | None = None,
 ) -> list[NamedFault]:
     """The same fault once, which is survived, and for ever, which is an error."""
     return [
@@ -347,6 +362,7 @@ def _pair(
             in_listing=(listing_kinds or kinds) if listing else None,
             times=None,
             in_body=in_body,
+            in_sdk=in_sdk,
         ),
     ]
 
@@ -362,9 +378,19 @@ CATALOGUE: Sequence[NamedFault] = (
     NamedFault(
         "403 in chunks", _chunked_refusal(403, "AccessDenied"), (AccessDeniedError,), (AccessDeniedError,), None
     ),
-    NamedFault("403 that stalls", _plainly(_stalled_refusal), (AccessDeniedError,), None, None),
+    # The SDK does not tell the status before it has the whole document.
+    NamedFault("403 that stalls", _plainly(_stalled_refusal), (AccessDeniedError,), None, None, in_sdk=_GONE),
     NamedFault("404", _refusal(404, "NoSuchKey"), _CHANGED, (ObjectNotFoundError,), None),
     *_pair("expired token", _refusal(400, "ExpiredToken"), (CredentialsError,), listing=True),
+    *_pair(
+        "expired token cut short",
+        _plainly(_cut_refusal),
+        (CredentialsError,),
+        listing=True,
+        listing_kinds=_GONE,
+        in_sdk=_GONE,
+    ),
+    *_pair("400 without a reason", _plainly(_unreadable_refusal), (CredentialsError,), listing=True),
     NamedFault("redirect", _refusal(307, "TemporaryRedirect"), (SourceError,), (SourceError,), None),
     NamedFault(
         "connection refused for a while",
@@ -380,7 +406,8 @@ CATALOGUE: Sequence[NamedFault] = (
     *_pair("reset in the body", _in_body("reset_after"), _GONE, listing=True, in_body=True),
     *_pair("short body", _in_body("cut_after"), _GONE, listing=True, in_body=True),
     NamedFault("extra bytes once", _setting(extra=b"x" * 100), retries=0),
-    NamedFault("extra bytes for ever", _setting(extra=b"x" * 100), retries=0, times=None),
+    # aiohttp takes them for the next answer.
+    NamedFault("extra bytes for ever", _setting(extra=b"x" * 100), retries=0, times=None, in_sdk=_GONE),
     NamedFault("answered twice", _plainly(_answered_twice), retries=0),
     NamedFault("always answered twice", _plainly(_answered_twice), retries=0, times=None),
     *_pair("stall before the head", _setting(stall_after=-1), _GONE, listing=True),
@@ -396,13 +423,13 @@ CATALOGUE: Sequence[NamedFault] = (
     *_pair("wrong unit", _lying(Content_Range="items {start}-{last}/{total}"), _BAD),
     *_pair("no Content-Range", _lying(Content_Range=None), _BAD),
     *_pair("honestly shorter", _plainly(_honestly_shorter), _BAD),
-    *_pair("wrong Content-Length", _lying(Content_Length="{fewer}"), _BAD),
+    *_pair("wrong Content-Length", _lying(Content_Length="{fewer}"), _BAD, in_sdk=(*_BAD, *_GONE)),
     NamedFault("no Content-Length", _header("Content-Length", None), in_listing=None, retries=0, times=None),
     *_pair("chunked", _plainly(_chunked), _BAD),
     *_pair("false gzip", _header("Content-Encoding", "gzip"), _BAD),
     *_pair("error document in a 200", _plainly(_error_in_200), _BAD, listing=True, listing_kinds=_GONE),
     *_pair("other ETag", _lying(ETag='"another"'), _BAD),
-    *_pair("not HTTP", _setting(head_bytes=0, extra=b"SSH-2.0-OpenSSH_9.6\r\n\r\n"), _BAD),
+    *_pair("not HTTP", _setting(head_bytes=0, extra=b"SSH-2.0-OpenSSH_9.6\r\n\r\n"), _BAD, in_sdk=_GONE),
     NamedFault("object replaced", _replaced(honours_if_match=True), _CHANGED, _CHANGED),
     NamedFault("object replaced, If-Match ignored", _replaced(honours_if_match=False), (*_BAD, *_CHANGED), None, None),
     NamedFault("object shortened, If-Match ignored", _shortened, (*_CHANGED, *_BAD), None, None),

@@ -13,11 +13,12 @@ REASONS = {200: "OK", 206: "Partial Content", 400: "Bad Request", 403: "Forbidde
 
 @dataclass
 class Stored:
-    """An object: bytes in memory, or a file."""
+    """An object: bytes in memory, or a file. And its version, which is shown by a bucket with versioning."""
 
     content: bytes | Path
     etag: str
     size: int
+    version: str = ""
 
 
 @dataclass

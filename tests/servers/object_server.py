@@ -53,6 +53,7 @@ class ObjectServer:
 
     Attributes:
         accept_seconds: how long a new connection waits before anything is read from it.
+        is_versioned: the buckets have versioning; what was `put` before keeps its version.
     """
 
     def __init__(
@@ -70,6 +71,8 @@ class ObjectServer:
         self.counters = Counters()
         self.bucket_region: str | None = None
         self.page_size = 1000
+        self.is_versioned = False
+        self._versions: dict[str, Stored] = {}
         self._first_byte_seconds = first_byte_seconds
         self._bytes_per_second = bytes_per_second
         self._require_signature = require_signature
@@ -121,12 +124,16 @@ class ObjectServer:
 
     def put(self, bucket: str, key: str, content: bytes) -> None:
         etag = f'"{hashlib.md5(content).hexdigest()}"'
-        self.objects.setdefault(bucket, {})[key] = Stored(content, etag, len(content))
+        self._store(bucket, key, content, etag, len(content))
 
     def put_file(self, bucket: str, key: str, path: Path) -> None:
         status = path.stat()
         etag = f'"{status.st_ino:x}-{status.st_mtime_ns:x}"'
-        self.objects.setdefault(bucket, {})[key] = Stored(path, etag, status.st_size)
+        self._store(bucket, key, path, etag, status.st_size)
+
+    def _store(self, bucket: str, key: str, content: bytes | Path, etag: str, size: int) -> None:
+        stored = Stored(content, etag, size, f"version-{len(self._versions) + 1}")
+        self.objects.setdefault(bucket, {})[key] = self._versions[stored.version] = stored
 
     def put_folder(self, bucket: str, prefix: str, folder: Path) -> None:
         for path in sorted(folder.rglob("*")):
@@ -275,12 +282,16 @@ class ObjectServer:
         if not request.key:
             return self._list(request, bucket)
         stored = bucket.get(request.key)
+        if self.is_versioned and "versionId" in request.query:
+            stored = self._versions.get(request.query["versionId"][0])
         if stored is None:
             return error_response(404, "NoSuchKey", "The specified key does not exist.")
         wanted = request.headers.get("if-match")
         if wanted is not None and wanted != stored.etag:
             return error_response(412, "PreconditionFailed", "At least one of the preconditions failed")
         headers = {"ETag": stored.etag, "Accept-Ranges": "bytes", "x-amz-request-id": "TESTREQUEST"}
+        if self.is_versioned:
+            headers["x-amz-version-id"] = stored.version
         start, end = 0, stored.size
         given = request.headers.get("range")
         if given is None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from streamer.config import StreamConfig
-from streamer.errors import ConfigError, StreamError
+from streamer.errors import AccessDeniedError, ConfigError, StreamError
 from streamer.sources import open_source
 from tests.servers.object_server import Fault, ObjectServer, Request, Response, error_response
 from tests.servers.seaweed import SeaweedServer
@@ -89,3 +89,52 @@ def test_a_file_that_holds_no_key_is_refused(tmp_path: Path) -> None:
             path.write_bytes(b"12345")
         with pytest.raises(ConfigError, match=message):
             open_source("s3://b/m", StreamConfig(sse_customer_key_file=str(path)))
+
+
+@pytest.mark.parametrize("transport", ["native", "sdk"])
+def test_objects_encrypted_by_kms_need_nothing(moto_url: str, transport: str) -> None:
+    """Their ETags are no digests of their bytes, and nobody takes them for one."""
+    client, name = s3_client(moto_url), f"kms-{transport}"
+    client.create_bucket(Bucket=name)
+    client.put_object(
+        Bucket=name, Key="m/x.bin", Body=BODY, ServerSideEncryption="aws:kms", SSEKMSKeyId="alias/of-a-key"
+    )
+    assert client.head_object(Bucket=name, Key="m/x.bin")["ServerSideEncryption"] == "aws:kms"
+    config = StreamConfig(endpoint_url=moto_url, transport=transport)  # type: ignore[arg-type]
+    assert asyncio.run(read_all(f"s3://{name}/m", config)) == BODY
+
+
+DENIED = "User: arn:aws:iam::123456789012:user/x is not authorized to perform: kms:Decrypt on resource: arn:aws:kms:y"
+
+
+@pytest.mark.parametrize("transport", ["native", "sdk"])
+@pytest.mark.parametrize(
+    ("status", "code", "message", "words"),
+    [
+        (403, "AccessDenied", DENIED, r"access denied: User.*\(the identity needs kms:Decrypt for the key"),
+        (
+            400,
+            "KMS.DisabledException",
+            "it is disabled",
+            "KMS key cannot be used: it is disabled.*kms:Decrypt.*enabled",
+        ),
+        (403, "AccessDenied", "Access Denied", r"needs s3:GetObject here"),
+    ],
+)
+def test_what_kms_refuses_is_named(
+    server: ObjectServer, transport: str, status: int, code: str, message: str, words: str
+) -> None:
+    server.put("b", "m/x.bin", BODY)
+    server.faults = [Fault(lambda request, response: error_response(status, code, message), times=None)]
+    config = StreamConfig(endpoint_url=server.url, transport=transport)  # type: ignore[arg-type]
+    with pytest.raises(AccessDeniedError, match=words):
+        asyncio.run(read_all("s3://b/m", config))
+    assert server.counters.requests["GET"] == 1
+
+
+@pytest.mark.parametrize("transport", ["native", "sdk"])
+def test_when_kms_is_asked_too_much_it_is_asked_again(server: ObjectServer, transport: str) -> None:
+    server.put("b", "m/x.bin", BODY)
+    server.faults = [Fault(lambda request, response: error_response(400, "KMS.ThrottlingException", "slower"), times=1)]
+    config = StreamConfig(endpoint_url=server.url, transport=transport, retry_first_wait_seconds=0.01)  # type: ignore[arg-type]
+    assert asyncio.run(read_all("s3://b/m", config)) == BODY

@@ -11,7 +11,7 @@ import pytest
 
 from streamer.config import StreamConfig
 from streamer.errors import ConfigError, SourceError, SourceUnavailableError
-from streamer.sources import open_source
+from streamer.sources import ObjectInfo, open_source
 from tests.certificates import Certificates, make_certificates
 from tests.servers.object_server import ObjectServer
 from tests.servers.proxy import Proxy
@@ -229,7 +229,7 @@ def test_virtual_style_puts_the_bucket_in_the_host() -> None:
         )
         assert isinstance(source, S3Source)
         try:
-            return (await source._address("a.bin", None)).origin.authority
+            return (await source._address(ObjectInfo("a.bin", 1), None)).origin.authority
         finally:
             await source.close()
 

@@ -198,6 +198,28 @@ def test_what_was_replaced_since_the_url_was_resolved_is_refused(store: ObjectSe
         load_ours(build(pulled, case, tensor=1, rank=0))
 
 
+def test_with_versions_what_was_replaced_is_loaded_as_it_was(
+    store: ObjectServer, checkpoint: Get, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole models, on rank 1, and a subfolder that a model's own code names."""
+    monkeypatch.setenv("S3STREAM_PIN", "version")
+    store.is_versioned = True
+    case, folder = checkpoint("llama_sharded")
+    store.put_folder("models", "org/m/", folder)
+    head = write(tmp_path / "head", {"x.safetensors": state("h", first=5)}) / "x.safetensors"
+    store.put("models", "org/m/head/x.safetensors", head.read_bytes())
+    pulled = Path(engine_config(URL).model_config.model)
+    for key in list(store.objects["models"]):
+        if key.endswith(".safetensors"):
+            store.put("models", key, b"something else")
+    ours, theirs = (build(path, case, tensor=2, rank=1) for path in (pulled, folder))
+    load_ours(ours)
+    load_default(theirs)
+    assert not differences(tensors_of(theirs.model), tensors_of(ours.model))
+    below = Collector(secondary_weights=[source(pulled, subfolder="head")])
+    assert seen_by(below, ours)["h"] == 5.0
+
+
 def test_revisions_are_folders(store: ObjectServer, checkpoint: Get) -> None:
     _, folder = checkpoint("llama")
     store.put_folder("models", "org/m/v2/", folder)
@@ -339,7 +361,7 @@ def seen_by(model: Collector, built: Built, **extra: Any) -> dict[str, float]:
     loader = loader_for(**extra)
     with loading(built):
         loader.load_weights(model, built.model_config)
-    return {name: float(value[0, 0]) for name, value in model.seen.items()}
+    return {name: float(value.reshape(-1)[0]) for name, value in model.seen.items()}
 
 
 def source(path: Path, **fields: Any) -> Any:
