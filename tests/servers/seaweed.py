@@ -70,6 +70,7 @@ def start_seaweed(folder: Path, access_key: str, secret_key: str) -> Iterator[Se
             f"-filer.port={filer}",
             "-s3",
             f"-s3.port={s3}",
+            "-s3.port.iceberg=0",  # else a fixed one, which a second server on this machine could not have
             f"-s3.config={folder / 's3.json'}",
         ],
         cwd=folder,
