@@ -21,7 +21,7 @@ from streamer.fetch.engine import FetchEngine, Progress
 from streamer.fetch.fill import CopyJob
 from streamer.fetch.headers import OpenedCheckpoint
 from streamer.plan.plan import Plan
-from streamer.report import Cast, LoadReport, LoadTimes, Verified
+from streamer.report import Cast, Checksums, LoadReport, LoadTimes, Verified
 from streamer.sources.base import ObjectInfo, Source
 from streamer.trace.barrier import tracing
 from streamer.trace.leaks import refuse_leaks
@@ -68,6 +68,7 @@ class _Books:
     unexpected: tuple[str, ...] = ()
     verified: Verified | None = None
     verified_bytes: int = 0
+    checksums: Checksums | None = None
 
 
 class LoadSession:
@@ -165,12 +166,17 @@ class LoadSession:
 
         Raises:
             LeakedLazyTensorError: the model kept a lazy tensor.
+            IntegrityError: ``integrity=checksums``, and what was read is not what the store was given.
             VerificationError: ``verify`` is on, and a parameter does not hold what its source holds.
         """
         with tracing(self.tracer):
             result = load_weights()
             self.tracer.copies.complete_all()
         refuse_leaks(self.model)
+        settled = [found for part in self._parts if (found := part.engine.settle_checksums()) is not None]
+        if settled:
+            files = {url: file for found in settled for url, file in found.files.items()}
+            self._books.checksums = Checksums.of(files)
         if self.config.verify:
             received = self._received()
             self._books.verified = verify_copies(self.tracer, self.model, self._read)
@@ -250,6 +256,7 @@ class LoadSession:
             materialised=tuple(tracer.values.materialised),
             peak_buffer_bytes=max(part.engine.peak_buffer_bytes for part in parts),
             verified=self._books.verified,
+            checksums=self._books.checksums,
             times=self._times(),
         )
 

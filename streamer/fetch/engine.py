@@ -14,7 +14,9 @@ from streamer.fetch.headers import OpenedCheckpoint, read_checkpoint, read_objec
 from streamer.fetch.loop import LoopThread
 from streamer.fetch.stream import Arrival, open_stream
 from streamer.plan.plan import Plan, build_plan
+from streamer.report import Checksums
 from streamer.sources.base import ObjectInfo, Source
+from streamer.sources.checksummed import ChecksummedSource
 from streamer.sources.verified import VerifiedSource
 
 __all__ = ["FetchEngine", "FillTimes", "Progress", "request_bytes_for"]
@@ -58,7 +60,11 @@ class FetchEngine:
     """
 
     def __init__(self, source: Source, config: StreamConfig) -> None:
-        self.source = VerifiedSource(source) if config.integrity == "manifest" else source
+        self.source = source
+        if config.integrity == "manifest":
+            self.source = VerifiedSource(source)
+        elif config.integrity == "checksums":
+            self.source = ChecksummedSource(source, longest_read_bytes=request_bytes_for(config))
         self.config = config
         self.times = FillTimes()
         self._pool = BufferPool(config.buffer_bytes)
@@ -84,8 +90,24 @@ class FetchEngine:
         return self._loop
 
     def open_checkpoint(self, *, only: Sequence[str] = (), progress: Progress | None = None) -> OpenedCheckpoint:
-        """Read listing, index and headers; see `streamer.fetch.headers.read_checkpoint`."""
-        return self._loop.run(read_checkpoint(self.source, self.config, only=only, progress=progress))
+        """Read listing, index and headers; see `streamer.fetch.headers.read_checkpoint`.
+
+        Raises:
+            CheckpointError, MissingDependencyError: ``integrity=checksums``, and there is nothing to check.
+        """
+        opened = self._loop.run(read_checkpoint(self.source, self.config, only=only, progress=progress))
+        if isinstance(self.source, ChecksummedSource):
+            tensors = opened.checkpoint.tensors.values()
+            self.source.expect(((opened.items[info.file], info.start) for info in tensors if info.nbytes), opened.items)
+        return opened
+
+    def settle_checksums(self) -> Checksums | None:
+        """Compare what is left to compare; what is read afterwards is not looked at. None if nothing is checked.
+
+        Raises:
+            IntegrityError: the bytes that arrived are not those that the store was given.
+        """
+        return self._loop.run(self.source.settle()) if isinstance(self.source, ChecksummedSource) else None
 
     def read_object(self, key: str, *, limit_bytes: int) -> bytes:
         """Read a small object such as ``config.json`` whole.
@@ -138,7 +160,7 @@ class FetchEngine:
                 layout.reads,
                 pool=self._pool,
                 concurrency=self.config.concurrency,
-                private_gaps=isinstance(self.source, VerifiedSource),
+                private_gaps=isinstance(self.source, VerifiedSource | ChecksummedSource),
             )
 
         with contextlib.closing(self._loop.iterate(open_items)) as arrivals:

@@ -1,0 +1,473 @@
+"""With ``integrity=checksums``, what arrives is held against what the store keeps; the rest is reported."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+import streamer
+from streamer.config import StreamConfig
+from streamer.errors import (
+    BadResponseError,
+    CheckpointError,
+    IntegrityError,
+    MissingDependencyError,
+    ObjectChangedError,
+)
+from streamer.report import Checksums, FileChecksum, LoadReport
+from streamer.sources.base import ObjectInfo
+from streamer.sources.memory import MemorySource
+from streamer.sources.s3 import S3Source
+from streamer.sources.s3_url import parse_s3_url
+from tests.servers.checksums import attributes_response, keep
+from tests.servers.object_server import Fault, ObjectServer, Request, Response, error_response
+from tests.servers.seaweed import SeaweedServer
+from tests.sources.test_conformance import s3_client
+from tests.trace.loading import Model
+
+FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+STATE = {
+    "a": torch.randn(256, 256),
+    "b": torch.randn(300, 64).to(torch.bfloat16),
+    "bias": torch.randn(7),
+    "z": torch.randn(128, 128),
+}
+SHAPES: dict[str, tuple[int, ...]] = {name: tuple(tensor.shape) for name, tensor in STATE.items()}
+FILES = {
+    FIRST: safetensors.torch.save({name: STATE[name] for name in ("a", "b")}),
+    SECOND: safetensors.torch.save({name: STATE[name] for name in ("bias", "z")}),
+}
+CRCS = ["CRC32", "CRC32C", "CRC64NVME"]
+
+
+def whole(model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    for name, tensor in weights:
+        getattr(model, name).copy_(tensor)
+
+
+def second_half(model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """As rank 1 of 2 takes them: rows of some, columns of others."""
+    held = dict(weights)
+    model.a.copy_(held["a"][128:])
+    model.b.copy_(held["b"][150:])
+    model.bias.copy_(held["bias"])
+    model.z.copy_(held["z"][:, 64:])
+
+
+HALF = {"a": (128, 256), "b": (150, 64), "bias": (7,), "z": (128, 64)}
+
+
+def in_parts(size: int, part_bytes: int) -> list[int]:
+    return [min(part_bytes, size - start) for start in range(0, size, part_bytes)]
+
+
+@pytest.fixture
+def store(server: ObjectServer) -> ObjectServer:
+    for key, body in FILES.items():
+        server.put("models", f"m/{key}", body)
+    return server
+
+
+def upload(store: ObjectServer, algorithm: str, part_bytes: int | None = None) -> None:
+    for key, body in FILES.items():
+        sizes = in_parts(len(body), part_bytes) if part_bytes else ()
+        store.checksums["models", f"m/{key}"] = keep(algorithm, body, sizes)
+
+
+def load(store: ObjectServer, loader: Any = whole, shapes: Any = None, **options: Any) -> LoadReport:
+    model = Model(loader, shapes or SHAPES)
+    given = {"integrity": "checksums", "request_bytes": 64 << 10, "header_read_bytes": 4096, **options}
+    report = streamer.load(model, "s3://models/m", {"endpoint_url": store.url, **given})
+    if loader is whole:
+        assert all(torch.equal(getattr(model, name), tensor.float()) for name, tensor in STATE.items())
+    else:
+        assert torch.equal(model.get_parameter("a"), STATE["a"][128:])
+        assert torch.equal(model.get_parameter("z"), STATE["z"][:, 64:])
+    return report
+
+
+def checks(report: LoadReport) -> Checksums:
+    assert report.checksums is not None
+    return report.checksums
+
+
+def file_of(report: LoadReport, key: str) -> FileChecksum:
+    return checks(report).files[f"s3://models/m/{key}"]
+
+
+# -- what is right ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transport", ["native", "sdk"])
+@pytest.mark.parametrize("mode", ["trace", "eager"])
+@pytest.mark.parametrize("part_bytes", [None, 50_000])
+@pytest.mark.parametrize("algorithm", CRCS)
+def test_every_byte_is_checked(
+    algorithm: str, part_bytes: int | None, mode: str, transport: str, store: ObjectServer
+) -> None:
+    upload(store, algorithm, part_bytes)
+    found = checks(load(store, mode=mode, transport=transport))
+    assert (found.checked_files, found.unchecked_bytes) == (2, 0)
+    assert found.checked_bytes == sum(map(len, FILES.values()))
+    first = found.files[f"s3://models/m/{FIRST}"]
+    parts = -(-len(FILES[FIRST]) // part_bytes) if part_bytes else 1
+    assert (first.algorithm, first.parts, first.checked_parts, first.why) == (algorithm, parts, parts, "")
+
+
+@pytest.mark.parametrize("header_read_bytes", [8, 100, 4096, 1 << 20])
+def test_however_long_the_first_read_is(header_read_bytes: int, store: ObjectServer) -> None:
+    """What a header's read brings of weights is read again, and it is that reading that counts."""
+    upload(store, "CRC32")
+    found = checks(load(store, header_read_bytes=header_read_bytes))
+    assert (found.checked_files, found.unchecked_bytes) == (2, 0)
+
+
+@pytest.mark.parametrize("mode", ["trace", "eager"])
+def test_reads_in_small_batches_overlap_and_are_checked(mode: str, store: ObjectServer) -> None:
+    """Tensors taken last to first in batches of 16 KiB: what lies between two is read, dropped and read again."""
+
+    def backwards(model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        held = list(weights)
+        whole(model, held[::-2] + held[-2::-2])
+
+    upload(store, "CRC32C")
+    model = Model(backwards, SHAPES)
+    options = {"integrity": "checksums", "endpoint_url": store.url, "buffer_bytes": 64 << 10, "mode": mode}
+    found = checks(streamer.load(model, "s3://models/m", {**options, "request_bytes": 64 << 10}))
+    assert (found.checked_files, found.unchecked_bytes) == (2, 0)
+
+
+def test_a_tensor_that_nobody_wants_is_read_to_have_the_file_checked(store: ObjectServer) -> None:
+    def without_bias(model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        whole(model, [(name, tensor) for name, tensor in weights if name != "bias"])
+
+    upload(store, "CRC32")
+    model = Model(without_bias, {name: shape for name, shape in SHAPES.items() if name != "bias"})
+    options = {"integrity": "checksums", "endpoint_url": store.url, "coalesce_gap_bytes": 0}
+    report = streamer.load(model, "s3://models/m", options)
+    assert report.ignored.keys() == {"bias"}
+    assert checks(report).checked_files == 2
+
+
+def test_verify_may_read_again_afterwards(store: ObjectServer) -> None:
+    upload(store, "CRC32")
+    report = load(store, verify=True)
+    assert report.verified is not None
+    assert (checks(report).checked_files, checks(report).unchecked_bytes) == (2, 0)
+
+
+def test_a_rank_that_reads_a_part_of_a_file_says_so(store: ObjectServer) -> None:
+    upload(store, "CRC64NVME")
+    report = load(store, second_half, HALF)
+    first, second = file_of(report, FIRST), file_of(report, SECOND)
+    assert (first.checked_bytes, first.why) == (0, "not every byte of it was read")
+    assert 0 < first.unchecked_bytes < len(FILES[FIRST])
+    assert (second.checked_bytes, second.why) == (len(FILES[SECOND]), "")  # columns: what is between is read as well
+    assert checks(report).checked_files == 1
+    assert "stored checksums of 1 of 2 files checked, 0.17 MB read unchecked" in report.summary()
+    assert report.to_dict()["checksums"]["files"][f"s3://models/m/{FIRST}"]["algorithm"] == "CRC64NVME"
+
+
+def test_a_rank_checks_the_parts_that_it_reads_whole(store: ObjectServer) -> None:
+    upload(store, "CRC32", 20_000)
+    report = load(store, second_half, HALF)
+    first = file_of(report, FIRST)
+    assert 0 < first.checked_parts < first.parts
+    assert first.checked_bytes >= first.checked_parts * 20_000 - 20_000
+    assert first.why == "not every byte of it was read"
+
+
+# -- what is wrong ---------------------------------------------------------------------------------------
+
+
+def damage(store: ObjectServer, key: str, at: int) -> None:
+    """Flip a bit of what the store holds, of which it does not take notice."""
+    body = bytearray(FILES[key])
+    body[at] ^= 1
+    store.objects["models"][f"m/{key}"].content = bytes(body)
+
+
+@pytest.mark.parametrize("mode", ["trace", "eager"])
+@pytest.mark.parametrize("algorithm", CRCS)
+@pytest.mark.parametrize("at", [20, 5000, 200_000, -1])
+def test_a_flipped_bit_is_found(at: int, algorithm: str, mode: str, store: ObjectServer) -> None:
+    upload(store, algorithm)
+    damage(store, FIRST, at)
+    load_plainly = {"integrity": "store", "mode": mode}
+    if at > 20:
+        with pytest.raises(AssertionError):
+            load(store, **load_plainly)  # nothing shows
+    # A name in the header may be another now, which is an error of its own, but never passes for right.
+    wanted = CheckpointError if at == 20 else IntegrityError
+    with pytest.raises((wanted, IntegrityError), match=f"^s3://models/m/{FIRST}") as failed:
+        load(store, mode=mode)
+    if at != 20:
+        assert f"bytes 0-{len(FILES[FIRST]) - 1}: the file has the {algorithm}" in str(failed.value)
+
+
+def test_the_part_is_named(store: ObjectServer) -> None:
+    upload(store, "CRC32C", 50_000)
+    damage(store, FIRST, 120_000)
+    with pytest.raises(IntegrityError, match=rf"^s3://models/m/{FIRST} bytes 100000-149999: part 3 has the CRC32C"):
+        load(store)
+
+
+@pytest.mark.parametrize("mode", ["trace", "eager"])
+def test_damage_on_the_way_is_found(mode: str, store: ObjectServer) -> None:
+    upload(store, "CRC32")
+
+    def flip(request: Request, response: Response) -> None:
+        assert isinstance(response.body, bytes)
+        body = bytearray(response.body)
+        body[response.start + response.count // 2] ^= 16
+        response.body = bytes(body)
+
+    store.faults.append(Fault(flip, key=SECOND, skip=1))  # not the header's read
+    with pytest.raises(IntegrityError, match=f"^s3://models/m/{SECOND} .*the store keeps .*load again"):
+        load(store, mode=mode)
+
+
+def test_damage_to_bytes_that_were_read_twice_is_found(store: ObjectServer) -> None:
+    """The header's read brought these bytes as well, whole, but not to the model."""
+    upload(store, "CRC32")
+
+    def flip(request: Request, response: Response) -> None:
+        assert isinstance(response.body, bytes)
+        response.body = response.body[:-1] + bytes([response.body[-1] ^ 1])
+
+    store.faults.append(Fault(flip, key=SECOND, skip=1, times=None))
+    with pytest.raises(IntegrityError, match=f"^s3://models/m/{SECOND} "):
+        load(store, header_read_bytes=1 << 20)
+
+
+@pytest.mark.parametrize("part_bytes", [None, 50_000])
+def test_a_wrong_stored_checksum_is_found(part_bytes: int | None, store: ObjectServer) -> None:
+    upload(store, "CRC32", part_bytes)
+    kept = store.checksums["models", f"m/{FIRST}"]
+    other = base64.b64encode(b"abcd").decode()
+    kept.value = f"{other}-{len(kept.parts)}" if part_bytes else other
+    wanted = "of its parts is not that of the parts' own" if part_bytes else "the store keeps 61626364"
+    with pytest.raises(IntegrityError, match=wanted):
+        load(store)
+
+
+@pytest.mark.parametrize(
+    ("change", "wanted"),
+    [
+        ({"value": "???"}, "not in base64"),
+        ({"value": "YWJj"}, "of another length"),
+        ({"parts": [(5, "YWJjZA==")]}, "its parts have 5 bytes"),
+    ],
+)
+def test_nonsense_is_refused(change: dict[str, Any], wanted: str, store: ObjectServer) -> None:
+    upload(store, "CRC32")
+    kept = store.checksums["models", f"m/{FIRST}"]
+    store.checksums["models", f"m/{FIRST}"] = dataclasses.replace(kept, **change)
+    with pytest.raises(BadResponseError, match=rf"^s3://models/m/{FIRST}.*{wanted}"):
+        load(store)
+
+
+# -- what cannot be checked ------------------------------------------------------------------------------
+
+
+def test_parts_come_in_pages(store: ObjectServer) -> None:
+    upload(store, "CRC32", 10_000)
+    store.page_size = 4
+    assert checks(load(store)).checked_files == 2
+    assert store.counters.requests["ATTRIBUTES"] == 8 + 2  # of 31 and of 7 parts
+
+
+def test_a_list_of_parts_without_end_is_refused(store: ObjectServer) -> None:
+    upload(store, "CRC32", 10_000)
+    kept, etag = store.checksums["models", f"m/{FIRST}"], store.objects["models"][f"m/{FIRST}"].etag
+
+    def first_page(request: Request, response: Response) -> Response:
+        return attributes_response(dataclasses.replace(request, headers={}), kept, etag, 4)
+
+    store.faults.append(Fault(first_page, key=FIRST, times=None, method="ATTRIBUTES"))
+    with pytest.raises(BadResponseError, match="has no end"):
+        load(store)
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (error_response(403, "AccessDenied"), "need the permission s3:GetObjectAttributes"),
+        (error_response(501, "NotImplemented"), "does not know GetObjectAttributes"),
+        (error_response(400, "InvalidArgument"), "does not know GetObjectAttributes"),
+    ],
+)
+def test_parts_that_the_store_does_not_tell_are_named(answer: Response, why: str, store: ObjectServer) -> None:
+    upload(store, "CRC32", 50_000)
+    store.faults.append(Fault(lambda request, response: answer, key=FIRST, times=None, method="ATTRIBUTES"))
+    with pytest.warns(UserWarning, match=rf"1 of 2 files will not be checked \({FIRST}\): .*{why}"):
+        report = load(store)
+    assert (checks(report).checked_files, why in file_of(report, FIRST).why) == (1, True)
+    assert file_of(report, FIRST).unchecked_bytes == len(FILES[FIRST])
+    store.faults = [Fault(lambda request, response: answer, times=None, method="ATTRIBUTES")]
+    with pytest.raises(CheckpointError, match=f"no file has a checksum that a load could check .*{why}"):
+        load(store)
+
+
+def test_a_store_that_takes_the_question_for_a_read_does_not_send_everything(store: ObjectServer) -> None:
+    body = bytes(20 << 20)
+    store.put("models", "large/x.safetensors", body)
+    store.faults.append(Fault(lambda request, response: _plainly(store, request), times=None, method="ATTRIBUTES"))
+    store.checksums["models", "large/x.safetensors"] = keep("CRC32", body, [10 << 20, 10 << 20])
+    stored = ask(store, ObjectInfo("x.safetensors", len(body)))
+    assert (stored.parts, stored.why_not) == ((), "the store does not know GetObjectAttributes")
+    assert store.counters.body_bytes < 5 << 20
+
+
+def _plainly(store: ObjectServer, request: Request) -> Response:
+    return store.route(dataclasses.replace(request, query={"X-Amz-Signature": [""]}))
+
+
+def ask(store: ObjectServer, item: ObjectInfo) -> Any:
+    async def run() -> Any:
+        source = S3Source(parse_s3_url("s3://models/large"), StreamConfig(endpoint_url=store.url))
+        try:
+            return await source.stored_checksum(item)
+        finally:
+            await source.close()
+
+    return asyncio.run(run())
+
+
+def test_the_checksum_of_another_version_is_none(store: ObjectServer) -> None:
+    store.put("models", "large/x.safetensors", b"x" * 100)
+    store.checksums["models", "large/x.safetensors"] = keep("CRC32", b"x" * 100)
+    etag = store.objects["models"]["large/x.safetensors"].etag
+    assert len(ask(store, ObjectInfo("x.safetensors", 100, etag)).parts) == 1
+    for other in (ObjectInfo("x.safetensors", 100, '"other"'), ObjectInfo("x.safetensors", 99, etag)):
+        with pytest.raises(ObjectChangedError):
+            ask(store, other)
+    store.checksums["models", "large/x.safetensors"] = keep("CRC32", b"x" * 100, [50, 50])
+    store.faults.append(Fault(_other_etag, method="ATTRIBUTES"))
+    with pytest.raises(ObjectChangedError):
+        ask(store, ObjectInfo("x.safetensors", 100, etag))
+
+
+def _other_etag(request: Request, response: Response) -> None:
+    assert isinstance(response.body, bytes)
+    start = response.body.index(b"<ETag>") + 6
+    response.body = response.body[:start] + b"00000000" + response.body[start + 8 :]
+
+
+def test_a_store_without_checksums_is_an_error_before_weights_are_read(store: ObjectServer) -> None:
+    with pytest.raises(CheckpointError, match=r"no file has a checksum .*--checksum-algorithm CRC32.*integrity=manif"):
+        load(store)
+    assert sum(end - start for _, start, end in store.counters.ranges) == 2 * 4096
+    with pytest.raises(CheckpointError, match="such a source keeps no checksums"):
+        streamer.load(Model(whole, SHAPES), MemorySource(FILES), {"integrity": "checksums"})
+
+
+def test_a_store_that_refuses_the_question_is_an_error(store: ObjectServer) -> None:
+    def refuse(request: Request, response: Response) -> Response | None:
+        return error_response(400, "InvalidArgument") if "x-amz-checksum-mode" in request.headers else None
+
+    store.faults.append(Fault(refuse, times=None, method="HEAD"))
+    with pytest.raises(CheckpointError, match="the store refuses requests with x-amz-checksum-mode"):
+        load(store)
+
+
+@pytest.mark.parametrize("integrity", ["store", "manifest"])
+def test_who_does_not_want_checksums_does_not_ask_for_any(integrity: str, store: ObjectServer) -> None:
+    upload(store, "CRC32")
+    asked: list[Request] = []
+    for method in ("HEAD", "ATTRIBUTES"):
+        store.faults.append(Fault(lambda request, response: asked.append(request), times=None, method=method))
+    if integrity == "store":
+        assert load(store, integrity=integrity).checksums is None
+    else:
+        with pytest.raises(CheckpointError, match="has no s3stream-manifest"):
+            load(store, integrity=integrity)
+    assert not [
+        request for request in asked if "x-amz-checksum-mode" in request.headers or "attributes" in request.query
+    ]
+
+
+@pytest.mark.parametrize("name", ["CRC32C", "CRC64NVME"])
+def test_a_package_that_is_missing_is_named(name: str, store: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    upload(store, name)
+    monkeypatch.setitem(sys.modules, "awscrt.checksums", None)
+    with pytest.raises(MissingDependencyError, match=rf"{name} needs the package awscrt.*'s3stream\[checksums\]'"):
+        load(store)
+    store.checksums["models", f"m/{SECOND}"] = keep("CRC32", FILES[SECOND])
+    with pytest.warns(UserWarning, match=rf"1 of 2 files will not be checked \({FIRST}\): .*{name} needs the package"):
+        report = load(store)
+    assert (checks(report).checked_files, file_of(report, FIRST).algorithm) == (1, name)
+
+
+def test_an_algorithm_that_is_not_known_is_named(store: ObjectServer) -> None:
+    upload(store, "XXHASH64")
+    with pytest.raises(CheckpointError, match="s3stream does not compute XXHASH64"):
+        load(store)
+
+
+def test_hashes_are_checked_where_reads_come_to_the_whole(store: ObjectServer) -> None:
+    """A hash is carried on from the header to the rest of a small file; a large one has to be verified."""
+    upload(store, "SHA256")
+    with pytest.warns(UserWarning, match=rf"\({FIRST}\): its stored checksum is SHA256.*`s3stream verify` reads"):
+        report = load(store, mode="eager", request_bytes=128 << 10, buffer_bytes=1 << 20, concurrency=8)
+    assert (file_of(report, SECOND).why, checks(report).checked_files) == ("", 1)
+    damage(store, SECOND, 5000)
+    with (
+        pytest.warns(UserWarning, match="SHA256"),
+        pytest.raises(IntegrityError, match=rf"{SECOND} .*the file has the SHA256"),
+    ):
+        load(store, mode="eager", request_bytes=128 << 10, buffer_bytes=1 << 20, concurrency=8)
+
+
+#: Without a package of its own, moto takes CRC32 for CRC32C.
+MOTO = [("CRC32", None), ("CRC32", "COMPOSITE"), ("CRC32", "FULL_OBJECT"), ("CRC64NVME", None)]
+
+
+@pytest.mark.parametrize(("algorithm", "kind"), MOTO)
+def test_an_upload_to_moto(algorithm: str, kind: str | None, moto_url: str) -> None:
+    """moto computes these itself; it does not give the checksums of parts, nor their kind if it was not asked for."""
+    bucket = f"checksums-{algorithm}-{kind}".lower().replace("_", "-")
+    client = s3_client(moto_url)
+    client.create_bucket(Bucket=bucket)
+    client.put_object(Bucket=bucket, Key=SECOND, Body=FILES[SECOND], ChecksumAlgorithm=algorithm)
+    kinds = {"ChecksumType": kind} if kind else {}
+    made = client.create_multipart_upload(Bucket=bucket, Key=FIRST, ChecksumAlgorithm=algorithm, **kinds)
+    where = {"Bucket": bucket, "Key": FIRST, "UploadId": made["UploadId"]}
+    part = client.upload_part(**where, PartNumber=1, Body=FILES[FIRST], ChecksumAlgorithm=algorithm)
+    client.complete_multipart_upload(**where, MultipartUpload={"Parts": [{"PartNumber": 1, "ETag": part["ETag"]}]})
+    client.close()
+    expected = pytest.warns(UserWarning, match="does not give the checksums of its parts")
+    with contextlib.nullcontext() if kind == "FULL_OBJECT" or algorithm == "CRC64NVME" else expected as warned:
+        options = {"integrity": "checksums", "endpoint_url": moto_url}
+        found = checks(streamer.load(Model(whole, SHAPES), f"s3://{bucket}", options))
+    assert found.checked_files == (1 if warned else 2)
+    assert {file.algorithm for file in found.files.values()} == {algorithm}
+
+
+@pytest.mark.parametrize("algorithm", [*CRCS, "SHA256"])
+def test_an_upload_to_seaweedfs(algorithm: str, seaweed: SeaweedServer) -> None:
+    """It checks signatures, leaves the kind out, and tells the sizes of parts but not their checksums."""
+    bucket = f"checksums-{algorithm}".lower()
+    client = s3_client(seaweed.url)
+    client.create_bucket(Bucket=bucket)
+    client.put_object(Bucket=bucket, Key=SECOND, Body=FILES[SECOND], ChecksumAlgorithm=algorithm)
+    made = client.create_multipart_upload(Bucket=bucket, Key=FIRST, ChecksumAlgorithm="CRC32")
+    where = {"Bucket": bucket, "Key": FIRST, "UploadId": made["UploadId"]}
+    part = client.upload_part(**where, PartNumber=1, Body=FILES[FIRST], ChecksumAlgorithm="CRC32")
+    done = [{"PartNumber": 1, "ETag": part["ETag"], "ChecksumCRC32": part["ChecksumCRC32"]}]
+    client.complete_multipart_upload(**where, MultipartUpload={"Parts": done})
+    client.close()
+    options = {"integrity": "checksums", "endpoint_url": seaweed.url}
+    with pytest.warns(UserWarning, match=rf"\({FIRST}\): the store does not give the checksums of its parts"):
+        report = streamer.load(Model(whole, SHAPES), f"s3://{bucket}", options)
+    found = checks(report)
+    assert [(file.algorithm, not file.why) for file in found.files.values()] == [("CRC32", False), (algorithm, True)]
