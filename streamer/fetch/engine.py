@@ -102,7 +102,7 @@ class FetchEngine:
         return opened
 
     def settle_checksums(self) -> Checksums | None:
-        """Compare what is left to compare; what is read afterwards is not looked at. None if nothing is checked.
+        """Compare what is left to compare, when all has been read. None unless ``integrity=checksums``.
 
         Raises:
             IntegrityError: the bytes that arrived are not those that the store was given.

@@ -134,8 +134,6 @@ class ChecksummedSource(SourceWrapper):
             return
         book = await self._book(item)
         await self._source.read_into(item, start, buffers)
-        if self._settled is not None:
-            return
         pieces = book.note(start, buffers)
         if not pieces or book.algorithm is None:
             return

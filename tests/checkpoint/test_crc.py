@@ -63,6 +63,16 @@ def test_intervals_are_a_set_of_bytes(ranges: list[tuple[int, int]]) -> None:
     assert missing == [position for position in range(20) if position not in known]
 
 
+def test_two_readings_that_differ_are_told() -> None:
+    body = bytes(range(20))
+    pieces = {each: zlib.crc32(body[slice(*each)]) for each in [(0, 10), (10, 15), (10, 20), (15, 20)]}
+    assert join(pieces, 0, 20, CRCS["CRC32"]).crc == zlib.crc32(body)
+    for wrong, found in [((10, 15), (15, 20)), ((10, 20), (15, 20)), ((15, 20), (15, 20))]:
+        joined = join({**pieces, wrong: 0}, 0, 20, CRCS["CRC32"])
+        assert (joined.crc, joined.contradiction) == (None, found)
+    assert join({**pieces, (0, 10): 0}, 0, 20, CRCS["CRC32"]).crc != zlib.crc32(body)
+
+
 def paths(ranges: set[tuple[int, int]], position: int, end: int) -> list[list[tuple[int, int]]]:
     if position == end:
         return [[]]

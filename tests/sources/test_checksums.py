@@ -6,6 +6,7 @@ import asyncio
 import base64
 import contextlib
 import dataclasses
+import itertools
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -131,19 +132,89 @@ def test_however_long_the_first_read_is(header_read_bytes: int, store: ObjectSer
     assert (found.checked_files, found.unchecked_bytes) == (2, 0)
 
 
-@pytest.mark.parametrize("mode", ["trace", "eager"])
-def test_reads_in_small_batches_overlap_and_are_checked(mode: str, store: ObjectServer) -> None:
-    """Tensors taken last to first in batches of 16 KiB: what lies between two is read, dropped and read again."""
+ROWS = {name: torch.randn(60, 50) for name in "pqrs"}  # of 12,000 bytes each
 
-    def backwards(model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        held = list(weights)
-        whole(model, held[::-2] + held[-2::-2])
 
-    upload(store, "CRC32C")
-    model = Model(backwards, SHAPES)
-    options = {"integrity": "checksums", "endpoint_url": store.url, "buffer_bytes": 64 << 10, "mode": mode}
-    found = checks(streamer.load(model, "s3://models/m", {**options, "request_bytes": 64 << 10}))
-    assert (found.checked_files, found.unchecked_bytes) == (2, 0)
+def load_rows(store: ObjectServer, loader: Any) -> FileChecksum:
+    body = safetensors.torch.save(ROWS)
+    store.put("models", "rows/model.safetensors", body)
+    store.checksums["models", "rows/model.safetensors"] = keep("CRC32C", body)
+    model = Model(loader, {name: tuple(tensor.shape) for name, tensor in ROWS.items()})
+    options = {"integrity": "checksums", "endpoint_url": store.url, "header_read_bytes": 1000}
+    report = streamer.load(model, "s3://models/rows", options)
+    assert all(torch.equal(model.get_parameter(name), tensor) for name, tensor in ROWS.items())
+    return checks(report).files["s3://models/rows/model.safetensors"]
+
+
+def every_other_first(model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """What lies between two tensors that are wanted at once is read, dropped, and read again when it is wanted."""
+    held = dict(weights)
+    model.p.copy_(held["p"])
+    model.r.copy_(held["r"])
+    assert torch.equal(model.p + model.r, ROWS["p"] + ROWS["r"])
+    model.q.copy_(held["q"])
+    model.s.copy_(held["s"])
+
+
+def rows_between_later(model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """The same within a tensor."""
+    held = dict(weights)
+    model.p[:20].copy_(held["p"][:20])
+    model.p[40:].copy_(held["p"][40:])
+    assert torch.equal(model.p[40:] + 1, ROWS["p"][40:] + 1)
+    for name in "qrs":
+        getattr(model, name).copy_(held[name])
+    model.p[20:40].copy_(held["p"][20:40])
+
+
+def read_twice(store: ObjectServer) -> bool:
+    ranges = sorted((start, end) for key, start, end in store.counters.ranges if key.startswith("rows/"))
+    return any(first[1] > second[0] for first, second in itertools.pairwise(ranges[1:]))
+
+
+def test_tensors_that_are_read_twice_are_checked(store: ObjectServer) -> None:
+    found = load_rows(store, every_other_first)
+    assert read_twice(store)
+    assert (found.checked_parts, found.unchecked_bytes, found.why) == (1, 0, "")
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_damage_to_either_reading_of_a_tensor_is_found(number: int, store: ObjectServer) -> None:
+    """Whichever of the two went into the model."""
+    header = len(safetensors.torch.save(ROWS)) - 4 * 12_000
+
+    def flip(request: Request, response: Response) -> None:
+        assert isinstance(response.body, bytes)
+        body = bytearray(response.body)
+        body[header + 12_000 + 10] ^= 1  # in q
+        response.body = bytes(body)
+
+    store.faults.append(Fault(flip, key="rows/", skip=number))
+    with pytest.raises(IntegrityError, match=r"^s3://models/rows/model\.safetensors bytes .*not with the same bytes"):
+        load_rows(store, every_other_first)
+
+
+def test_rows_that_are_read_twice_cannot_be_checked(store: ObjectServer) -> None:
+    """Nothing is known of the first reading of just these rows; so no more is claimed than is known."""
+    found = load_rows(store, rows_between_later)
+    assert read_twice(store)
+    assert (found.checked_parts, found.why) == (0, "bytes of it were read again, in ranges that cannot be put together")
+
+
+def test_gaps_are_hashed_as_they_are(store: ObjectServer) -> None:
+    """A gap that nobody looks at would be received into memory that is shared, again and again."""
+
+    def without_a(model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        whole(model, [(name, tensor) for name, tensor in weights if name != "a"])
+
+    state = {"A": torch.randn(1000), "a": torch.randn(300, 100), "b": torch.randn(1000)}
+    body = safetensors.torch.save(state)
+    store.put("models", "gap/model.safetensors", body)
+    store.checksums["models", "gap/model.safetensors"] = keep("CRC32", body)
+    options = {"integrity": "checksums", "endpoint_url": store.url}
+    report = streamer.load(Model(without_a, {"A": (1000,), "b": (1000,)}), "s3://models/gap", options)
+    assert report.over_read_bytes == 120_000
+    assert checks(report).checked_files == 1
 
 
 def test_a_tensor_that_nobody_wants_is_read_to_have_the_file_checked(store: ObjectServer) -> None:
