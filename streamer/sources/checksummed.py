@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from streamer.checkpoint.regions import join
+from streamer.checkpoint.stored import StoredChecksum
 from streamer.errors import (
     BadResponseError,
     CheckpointError,
@@ -25,10 +26,12 @@ __all__ = ["ChecksummedSource"]
 
 T = TypeVar("T")
 
-#: Of a region all but this share was read, then the rest is read too, to have it checked. A tensor that the model
+#: When all but this share of a region was read, the rest is read too, to have it checked. A tensor that the model
 #: does not want would otherwise leave its whole file unchecked.
 _MOST_MISSING_SHARE = 1 / 16
 _RESTS_AT_ONCE = 8
+#: Before headers are read, weights are known by their names alone.
+_OTHER_NAME = StoredChecksum(None, why_not="its name does not end in .safetensors")
 
 
 class ChecksummedSource(SourceWrapper):
@@ -97,11 +100,12 @@ class ChecksummedSource(SourceWrapper):
         starts: dict[str, set[int]] = {item.key: set() for item in items}
         for item, start in tensors:
             starts[item.key].add(start)
+        for item in items:
+            if item.key not in self._books:
+                self._books[item.key] = open_book(item, _OTHER_NAME, longest_read_bytes=None)
         without: dict[str, list[FileBook]] = {}
         for key, positions in starts.items():
-            book = self._books.get(key)
-            if book is None:
-                continue
+            book = self._books[key]
             book.cut_at(sorted(positions))
             if book.why_not:
                 without.setdefault(book.why_not, []).append(book)
@@ -129,7 +133,7 @@ class ChecksummedSource(SourceWrapper):
     # -- meanwhile ---------------------------------------------------------------------------------------
 
     async def read_into(self, item: ObjectInfo, start: int, buffers: Sequence[memoryview]) -> None:
-        if not item.key.endswith(".safetensors"):
+        if not item.key.endswith(".safetensors") and item.key not in self._books:
             await self._source.read_into(item, start, buffers)
             return
         book = await self._book(item)
@@ -163,8 +167,8 @@ class ChecksummedSource(SourceWrapper):
         if joined.contradiction is not None:
             raise self._contradiction(book, *joined.contradiction)
         if joined.crc is not None:
-            region.is_right = True
             self._compare(book, region, joined.crc.to_bytes(book.algorithm.nbytes, "big"))
+            region.is_right = True
 
     async def _carry_on(self, book: FileBook, piece: Piece) -> None:
         """Feed a hash, which takes bytes in order alone."""
@@ -185,8 +189,8 @@ class ChecksummedSource(SourceWrapper):
         async with self._advanced:
             self._advanced.notify_all()
         if piece.end == region.part.end:
-            region.is_right = True
             self._compare(book, region, running.digest())
+            region.is_right = True
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         """Run `work`, which reads memory that is others' as soon as this ends, however it does."""

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import itertools
 import sys
+import threading
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,6 +17,7 @@ import safetensors.torch
 import torch
 
 import streamer
+from streamer.checkpoint.stored import StoredChecksum, StoredPart
 from streamer.config import StreamConfig
 from streamer.errors import (
     BadResponseError,
@@ -24,12 +26,14 @@ from streamer.errors import (
     MissingDependencyError,
     ObjectChangedError,
 )
+from streamer.fetch.engine import FetchEngine
 from streamer.report import Checksums, FileChecksum, LoadReport
 from streamer.sources.base import ObjectInfo
+from streamer.sources.checksummed import ChecksummedSource
 from streamer.sources.memory import MemorySource
 from streamer.sources.s3 import S3Source
 from streamer.sources.s3_url import parse_s3_url
-from tests.servers.checksums import attributes_response, keep
+from tests.servers.checksums import DIGESTS, attributes_response, keep
 from tests.servers.object_server import Fault, ObjectServer, Request, Response, error_response
 from tests.servers.seaweed import SeaweedServer
 from tests.sources.test_conformance import s3_client
@@ -497,6 +501,84 @@ def test_hashes_are_checked_where_reads_come_to_the_whole(store: ObjectServer) -
         pytest.raises(IntegrityError, match=rf"{SECOND} .*the file has the SHA256"),
     ):
         load(store, mode="eager", request_bytes=128 << 10, buffer_bytes=1 << 20, concurrency=8)
+
+
+def test_a_file_of_another_name_is_named(store: ObjectServer) -> None:
+    """vLLM's sharded state may have any."""
+    upload(store, "CRC32")
+    store.put("models", "m/rank-0.bin", safetensors.torch.save({"w": torch.ones(3)}))
+    config = StreamConfig(integrity="checksums", endpoint_url=store.url)
+    with FetchEngine(S3Source(parse_s3_url("s3://models/m"), config), config) as engine:
+        with pytest.warns(UserWarning, match=r"1 of 2 files .*\(rank-0\.bin\): its name does not end in"):
+            opened = engine.open_checkpoint(only=["rank-0.bin", FIRST])
+        engine.read_range(opened.items[0], 0, 10)
+        found = engine.settle_checksums()
+    assert found is not None
+    assert found.files["s3://models/m/rank-0.bin"].unchecked_bytes == 10
+    with (
+        FetchEngine(S3Source(parse_s3_url("s3://models/m"), config), config) as engine,
+        pytest.raises(CheckpointError, match="its name does not end in"),
+    ):
+        engine.open_checkpoint(only=["rank-0.bin"])
+
+
+class Keeping(MemorySource):
+    """Keeps a checksum, as S3 does."""
+
+    def __init__(self, algorithm: str) -> None:
+        super().__init__(FILES)
+        self._algorithm = algorithm
+
+    async def stored_checksum(self, item: ObjectInfo) -> StoredChecksum:
+        digest = DIGESTS[self._algorithm](FILES[item.key])
+        return StoredChecksum(self._algorithm, (StoredPart(0, item.size, digest),))
+
+
+def test_a_hash_is_not_fed_twice_at_once() -> None:
+    """The second of two equal reads counts as not checked, and does no harm."""
+
+    async def run() -> FileChecksum:
+        source = ChecksummedSource(Keeping("SHA256"), longest_read_bytes=1 << 20)
+        item = await source.stat(SECOND)
+        await source.read_into(item, 0, [memoryview(bytearray(item.size))])
+        source.expect([], [item])
+        header = int.from_bytes(FILES[SECOND][:8], "little") + 8
+        bodies = [bytearray(item.size - header) for _ in range(2)]
+        await asyncio.gather(*(source.read_into(item, header, [memoryview(body)]) for body in bodies))
+        found = (await source.settle()).files
+        await source.close()
+        return found[source.label(SECOND)]
+
+    found = asyncio.run(run())
+    assert (found.checked_parts, found.why) == (0, "bytes of it were read again, in ranges that cannot be put together")
+
+
+def test_memory_is_not_given_back_while_it_is_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered, release, finished = threading.Event(), threading.Event(), threading.Event()
+
+    def slow(part: memoryview, value: int) -> int:
+        entered.set()
+        release.wait(30)
+        finished.set()
+        return value
+
+    monkeypatch.setattr("streamer.sources.hashes.zlib.crc32", slow)
+
+    async def run() -> None:
+        source = ChecksummedSource(Keeping("CRC32"), longest_read_bytes=1 << 20)
+        item = await source.stat(SECOND)
+        reading = asyncio.ensure_future(source.read_into(item, 0, [memoryview(bytearray(100))]))
+        await asyncio.to_thread(entered.wait, 30)
+        reading.cancel()
+        await asyncio.sleep(0.05)
+        assert not reading.done()
+        release.set()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        assert finished.is_set()
+        await source.close()
+
+    asyncio.run(run())
 
 
 #: Without a package of its own, moto takes CRC32 for CRC32C.
