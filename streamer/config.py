@@ -83,9 +83,11 @@ class StreamConfig:
     strict: bool = True
     """Whether parameters that nothing was loaded into are an error; otherwise they are only reported."""
 
-    integrity: Literal["store", "manifest"] = "store"
+    integrity: Literal["store", "manifest", "checksums"] = "store"
     """``manifest`` holds all weights against the digests in ``s3stream-manifest.json``, which lies beside them and
-    is made by ``s3stream verify URL --write``; ``store`` trusts the store to keep what it was given."""
+    is made by ``s3stream verify URL --write``; ``checksums`` holds files, or the parts they were uploaded in, of which
+    every byte is read against the checksum that S3 keeps, and reports the others; ``store`` trusts the store to keep
+    what it was given."""
 
     verify: bool = False
     """Whether to read a sample of every parameter's source again after the load and compare."""

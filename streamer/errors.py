@@ -14,7 +14,7 @@
     │   ├── AccessDeniedError (PermissionError)
     │   ├── CredentialsError (PermissionError)
     │   ├── ObjectChangedError                 replaced or deleted while we were reading it
-    │   ├── IntegrityError                     bytes that a manifest contradicts
+    │   ├── IntegrityError                     bytes that a manifest or a stored checksum contradicts
     │   ├── BadResponseError                   an answer that contradicts the request
     │   └── SourceUnavailableError             still failing after every allowed retry
     └── LoadError (RuntimeError)               bytes arrived, but the model cannot be right
@@ -194,7 +194,7 @@ class BadResponseError(SourceError):
 
 
 class IntegrityError(SourceError):
-    """The bytes are not those that the checkpoint's manifest was made of."""
+    """The bytes are not those that the checkpoint's manifest, or the checksum that the store keeps, was made of."""
 
 
 class SourceUnavailableError(SourceError):

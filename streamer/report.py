@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Cast", "ForcedRead", "LoadReport", "LoadTimes", "Sharing", "Verified"]
+__all__ = ["Cast", "Checksums", "FileChecksum", "ForcedRead", "LoadReport", "LoadTimes", "Sharing", "Verified"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +27,53 @@ class Verified:
     replaced: int
     overwritten: int
     skipped: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileChecksum:
+    """What came of one file's stored checksum.
+
+    Attributes:
+        algorithm: as S3 writes it; None when the store keeps none.
+        parts: that have a checksum of their own; 1 when it is of the whole file, 0 when there is none to check.
+        checked_parts: of which every byte was read, and was right.
+        checked_bytes: in those.
+        unchecked_bytes: read besides, which no checksum could be compared with.
+        why: not the whole file; empty when it was checked.
+    """
+
+    algorithm: str | None
+    parts: int
+    checked_parts: int
+    checked_bytes: int
+    unchecked_bytes: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checksums:
+    """What was held against the checksums that the store keeps; anything wrong is an error instead.
+
+    Attributes:
+        files: by URL.
+        checked_files: those of which every byte was.
+        checked_bytes, unchecked_bytes: sums over all files.
+    """
+
+    files: Mapping[str, FileChecksum]
+    checked_files: int
+    checked_bytes: int
+    unchecked_bytes: int
+
+    @classmethod
+    def of(cls, files: Mapping[str, FileChecksum]) -> Checksums:
+        """Sum up."""
+        return cls(
+            files=files,
+            checked_files=sum(not file.why for file in files.values()),
+            checked_bytes=sum(file.checked_bytes for file in files.values()),
+            unchecked_bytes=sum(file.unchecked_bytes for file in files.values()),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +161,7 @@ class LoadReport:
         peak_buffer_bytes: of staging memory; in eager mode the budget bounds what is fetched ahead.
         verified: what was read again and compared, when `verify` is on.
         sharing: with other ranks; None for a rank that loads on its own.
+        checksums: what was held against stored checksums, with ``integrity=checksums``.
     """
 
     url: str
@@ -139,6 +187,7 @@ class LoadReport:
     peak_buffer_bytes: int
     verified: Verified | None
     sharing: Sharing | None
+    checksums: Checksums | None
     times: LoadTimes
 
     def to_dict(self) -> dict[str, Any]:
@@ -155,6 +204,10 @@ class LoadReport:
             parts.append(f"{self.retries} retries")
         if self.ignored or self.unexpected:
             parts.append(f"{len(self.ignored) + len(self.unexpected)} tensors not used")
+        if self.checksums is not None:
+            known = self.checksums
+            parts.append(f"stored checksums of {known.checked_files} of {len(known.files)} files checked")
+            parts.append(f"{_size(known.unchecked_bytes)} read unchecked")
         slowest = max(("fetch", self.times.fetch), ("copy", self.times.copy), ("trace", self.times.trace), key=_second)
         parts.append(f"most of it in {slowest[0]}")
         return ", ".join(parts)

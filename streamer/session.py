@@ -19,7 +19,7 @@ from streamer.fetch.eager import iterate_tensors
 from streamer.fetch.engine import FetchEngine, Filled, Progress
 from streamer.fetch.fill import CopyJob
 from streamer.fetch.headers import OpenedCheckpoint
-from streamer.report import Cast, LoadReport, LoadTimes, Verified
+from streamer.report import Cast, Checksums, LoadReport, LoadTimes, Verified
 from streamer.share.group import Group
 from streamer.share.sharing import SharedFile, Sharing
 from streamer.sources.base import ObjectInfo, Source
@@ -68,6 +68,7 @@ class _Books:
     unexpected: tuple[str, ...] = ()
     verified: Verified | None = None
     verified_bytes: int = 0
+    checksums: Checksums | None = None
 
 
 class LoadSession:
@@ -213,12 +214,17 @@ class LoadSession:
 
         Raises:
             LeakedLazyTensorError: the model kept a lazy tensor.
+            IntegrityError: ``integrity=checksums``, and what was read is not what the store was given.
             VerificationError: ``verify`` is on, and a parameter does not hold what its source holds.
         """
         with tracing(self.tracer):
             result = load_weights()
             self._complete_all(is_last=True)
         refuse_leaks(self.model)
+        settled = [found for part in self._parts if (found := part.engine.settle_checksums()) is not None]
+        if settled:
+            files = {url: file for found in settled for url, file in found.files.items()}
+            self._books.checksums = Checksums.of(files)
         if self.config.verify:
             received = self._received()
             self._books.verified = verify_copies(self.tracer, self.model, self._read)
@@ -308,6 +314,7 @@ class LoadSession:
             peak_buffer_bytes=max(part.engine.peak_buffer_bytes for part in parts),
             verified=self._books.verified,
             sharing=None if self._sharing is None else self._sharing.report(),
+            checksums=self._books.checksums,
             times=self._times(),
         )
 

@@ -33,11 +33,17 @@ class _Piece:
 
 
 async def make_manifest(
-    source: Source, config: StreamConfig, *, progress: Progress | None = None, block_bytes: int = BLOCK_BYTES
+    source: Source,
+    config: StreamConfig,
+    *,
+    progress: Progress | None = None,
+    block_bytes: int = BLOCK_BYTES,
+    through: Source | None = None,
 ) -> Manifest:
     """Read everything and return its digests.
 
     Args:
+        through: instead of `source`, what files are read through, each byte once. Reads begin in order.
         progress: called with bytes read and bytes to read.
 
     Raises:
@@ -48,7 +54,7 @@ async def make_manifest(
         list(_pieces(item, list(_stretches(opened.checkpoint, number)), config.request_bytes, block_bytes))
         for number, item in enumerate(opened.items)
     ]
-    digests = await _digest_all(source, pieces_by_file, config, progress, block_bytes)
+    digests = await _digest_all(through or source, pieces_by_file, config, progress, block_bytes)
     files = {}
     for number, (item, pieces) in enumerate(zip(opened.items, pieces_by_file, strict=True)):
         by_start = {piece.start: digests[number][index] for index, piece in enumerate(pieces)}

@@ -141,6 +141,7 @@ def verify(
 ) -> None:
     """Read a whole checkpoint and hold every tensor against its manifest, or make the manifest.
 
+    Files for which S3 keeps a checksum are held against that as well.
     Loads with integrity=manifest check the digests of what they fetch.
     """
     with _reporting(json, quiet) as printed:

@@ -14,7 +14,9 @@ from streamer.cli.output import Output, size_text
 from streamer.config import StreamConfig
 from streamer.errors import CheckpointError, ConfigError, ObjectNotFoundError
 from streamer.fetch.headers import read_object
+from streamer.report import FileChecksum
 from streamer.sources import open_source
+from streamer.sources.checksummed import ChecksummedSource
 from streamer.sources.write import write_object
 
 __all__ = ["run_verify"]
@@ -24,7 +26,7 @@ def run_verify(url: str, config: StreamConfig, output: Output, *, write: bool, t
     """Read the whole checkpoint; write its manifest, or compare it with the one it has. Return whether it is right."""
     if write and target is not None:
         raise ConfigError("--write and --output contradict each other; give one")
-    expected, found = asyncio.run(_read(url, config, output, compare=not write and target is None))
+    expected, found, checksums = asyncio.run(_read(url, config, output, compare=not write and target is None))
     problems = differences(expected, found) if expected is not None else []
     if write:
         write_object(url, MANIFEST_KEY, found.to_json(), config)
@@ -38,14 +40,19 @@ def run_verify(url: str, config: StreamConfig, output: Output, *, write: bool, t
         "files": len(found.files),
         "tensors": len(tensors),
         "bytes": sum(file.size for file in found.files.values()),
+        "checksums": checksums,
         "written": MANIFEST_KEY if write else None if target is None else str(target),
     }
     output.result(document, lambda console: _show(document, console))
     return not problems
 
 
-async def _read(url: str, config: StreamConfig, output: Output, *, compare: bool) -> tuple[Manifest | None, Manifest]:
-    source = open_source(url, config)
+async def _read(
+    url: str, config: StreamConfig, output: Output, *, compare: bool
+) -> tuple[Manifest | None, Manifest, dict[str, Any]]:
+    """Return the manifest there is, the manifest of what was read, and what came of each file's stored checksum."""
+    # Digests of bytes that differ from what was uploaded would only make the damage official.
+    source = ChecksummedSource(open_source(url, config), longest_read_bytes=config.request_bytes, in_order=True)
     try:
         expected = None
         if compare:
@@ -59,10 +66,17 @@ async def _read(url: str, config: StreamConfig, output: Output, *, compare: bool
             expected = parse_manifest(body, source.label(MANIFEST_KEY))
         with output.progress("reading") as progress:
             block_bytes = expected.block_bytes if expected is not None else BLOCK_BYTES
-            found = await make_manifest(source, config, progress=progress, block_bytes=block_bytes)
-        return expected, found
+            found = await make_manifest(
+                source.inner, config, progress=progress, block_bytes=block_bytes, through=source
+            )
+        checked = (await source.settle()).files
+        return expected, found, {key: _outcome(checked[source.label(key)]) for key in found.files}
     finally:
         await source.close()
+
+
+def _outcome(file: FileChecksum) -> dict[str, Any]:
+    return {"algorithm": file.algorithm, "parts": file.parts, "checked": not file.why, "why": file.why or None}
 
 
 def _show(document: dict[str, Any], console: Console) -> None:
@@ -71,5 +85,14 @@ def _show(document: dict[str, Any], console: Console) -> None:
         console.print(f"{text}: digests written to {document['written']}", markup=False)
     elif document["ok"]:
         console.print(f"{text}: as the manifest says", markup=False)
+    stored = {key: file for key, file in document["checksums"].items() if file["algorithm"]}
+    if stored:
+        checked = sorted({file["algorithm"] for file in stored.values() if file["checked"]})
+        names = f" ({', '.join(checked)})" if checked else ""
+        right = sum(file["checked"] for file in stored.values())
+        console.print(f"{right} of {document['files']} files are as the store's checksums say{names}", markup=False)
+    for key, file in stored.items():
+        if not file["checked"]:
+            console.print(f"{key} was not held against its stored checksum: {file['why']}", markup=False)
     for problem in document["problems"]:
         console.print(problem, markup=False)

@@ -14,7 +14,9 @@ from streamer.fetch.headers import OpenedCheckpoint, read_checkpoint, read_objec
 from streamer.fetch.loop import LoopThread
 from streamer.fetch.stream import Arrival, Exchange, open_stream
 from streamer.plan.plan import Request, build_plan
+from streamer.report import Checksums
 from streamer.sources.base import ObjectInfo, Source
+from streamer.sources.checksummed import ChecksummedSource
 from streamer.sources.pinned import confirm
 from streamer.sources.verified import VerifiedSource
 
@@ -85,7 +87,11 @@ class FetchEngine:
     """
 
     def __init__(self, source: Source, config: StreamConfig, *, beside: FetchEngine | None = None) -> None:
-        self.source = VerifiedSource(source) if config.integrity == "manifest" else source
+        self.source = source
+        if config.integrity == "manifest":
+            self.source = VerifiedSource(source)
+        elif config.integrity == "checksums":
+            self.source = ChecksummedSource(source, longest_read_bytes=request_bytes_for(config))
         self.config = config
         self.times = FillTimes()
         self.request_bytes = request_bytes_for(config)
@@ -123,8 +129,24 @@ class FetchEngine:
         return self._loop
 
     def open_checkpoint(self, *, only: Sequence[str] = (), progress: Progress | None = None) -> OpenedCheckpoint:
-        """Read listing, index and headers; see `streamer.fetch.headers.read_checkpoint`."""
-        return self._loop.run(read_checkpoint(self.source, self.config, only=only, progress=progress))
+        """Read listing, index and headers; see `streamer.fetch.headers.read_checkpoint`.
+
+        Raises:
+            CheckpointError, MissingDependencyError: ``integrity=checksums``, and there is nothing to check.
+        """
+        opened = self._loop.run(read_checkpoint(self.source, self.config, only=only, progress=progress))
+        if isinstance(self.source, ChecksummedSource):
+            tensors = opened.checkpoint.tensors.values()
+            self.source.expect(((opened.items[info.file], info.start) for info in tensors if info.nbytes), opened.items)
+        return opened
+
+    def settle_checksums(self) -> Checksums | None:
+        """Compare what is left to compare, when all has been read. None unless ``integrity=checksums``.
+
+        Raises:
+            IntegrityError: the bytes that arrived are not those that the store was given.
+        """
+        return self._loop.run(self.source.settle()) if isinstance(self.source, ChecksummedSource) else None
 
     def confirm(self, opened: OpenedCheckpoint) -> None:
         """Look whether a checkpoint that another process opened can be read here too.

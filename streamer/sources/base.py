@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+from streamer.checkpoint.stored import StoredChecksum
 from streamer.transport.stats import TransferStats
 
-__all__ = ["ObjectInfo", "Source"]
+__all__ = ["KeepsChecksums", "ObjectInfo", "Source"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,3 +81,16 @@ class Source(Protocol):
 
     def label(self, key: str) -> str:
         """Return how to name `key` in messages."""
+
+
+@runtime_checkable
+class KeepsChecksums(Protocol):
+    """What a source may offer besides: the checksums that its store keeps. Most stores keep none."""
+
+    async def stored_checksum(self, item: ObjectInfo) -> StoredChecksum:
+        """Return what the store has kept of `item` since its upload; costs requests.
+
+        Raises:
+            ObjectChangedError: the content is not the pinned one any more.
+            SourceError: see `streamer.errors`.
+        """

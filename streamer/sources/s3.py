@@ -13,9 +13,11 @@ import warnings
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
+from streamer.checkpoint.stored import StoredChecksum
 from streamer.config import StreamConfig
 from streamer.errors import BadResponseError, ConfigError, ObjectNotFoundError, SourceError, shorten
 from streamer.sources.base import ObjectInfo
+from streamer.sources.s3_checksums import ask_checksum
 from streamer.sources.s3_client import S3Client, open_s3_client, ssl_context_for, translated
 from streamer.sources.s3_extras import S3Extras
 from streamer.sources.s3_sdk import SdkReader
@@ -151,6 +153,15 @@ class S3Source:
         if version is None and self._config.pin == "version":
             version = version_of(head, self.label(key))
         return ObjectInfo(key, head["ContentLength"], _pin(head.get("ETag")), version)
+
+    async def stored_checksum(self, item: ObjectInfo) -> StoredChecksum:
+        where = {
+            "Bucket": self._location.bucket,
+            "Key": self._location.prefix + item.key,
+            **self._extras.for_objects,
+        }
+        label = self.label(item.key)
+        return await self._call(label, lambda client: ask_checksum(client.api, where, item, label))
 
     async def put(self, key: str, body: bytes) -> None:
         """Write one object, replacing what is there."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from streamer.sources.base import ObjectInfo, Source
+from streamer.checkpoint.stored import StoredChecksum
+from streamer.sources.base import KeepsChecksums, ObjectInfo, Source
 from streamer.transport.stats import TransferStats
 
 __all__ = ["SourceWrapper"]
@@ -15,6 +16,11 @@ class SourceWrapper:
 
     def __init__(self, source: Source) -> None:
         self._source = source
+
+    @property
+    def inner(self) -> Source:
+        """What is wrapped."""
+        return self._source
 
     @property
     def url(self) -> str:
@@ -35,6 +41,11 @@ class SourceWrapper:
 
     async def read_into(self, item: ObjectInfo, start: int, buffers: Sequence[memoryview]) -> None:
         await self._source.read_into(item, start, buffers)
+
+    async def stored_checksum(self, item: ObjectInfo) -> StoredChecksum:
+        if isinstance(self._source, KeepsChecksums):
+            return await self._source.stored_checksum(item)
+        return StoredChecksum(None, why_not="such a source keeps no checksums")
 
     async def close(self) -> None:
         await self._source.close()

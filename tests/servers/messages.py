@@ -63,7 +63,7 @@ class Fault:
         key: part of the key that must match; "" matches all.
         times: how often; None for ever.
         skip: matching requests to let pass first.
-        method: GET, HEAD or LIST.
+        method: GET, HEAD, LIST or ATTRIBUTES.
         end: where the requested range must end, half open. A read that is resumed keeps its end.
     """
 

@@ -1,6 +1,6 @@
 """An S3 object server of our own: counts everything, fails on command, and is fast enough to measure with.
 
-It speaks ListObjectsV2, HEAD and ranged GET with If-Match, path style. Bodies leave through
+It speaks ListObjectsV2, HEAD, GetObjectAttributes and ranged GET with If-Match, path style. Bodies leave through
 ``sendfile`` from one thread per connection, so it costs little beside the client that is measured.
 Signatures are not checked (SeaweedFS does that in the tests); unsigned requests can be refused.
 
@@ -26,6 +26,7 @@ from pathlib import Path
 from urllib.parse import quote
 from xml.sax.saxutils import escape
 
+from tests.servers.checksums import KeptChecksum, attributes_response
 from tests.servers.messages import REASONS, Fault, Request, Response, Stored, error_response, parse_request
 
 __all__ = ["Counters", "Fault", "ObjectServer", "Request", "Response", "Stored", "error_response"]
@@ -54,6 +55,7 @@ class ObjectServer:
     Attributes:
         accept_seconds: how long a new connection waits before anything is read from it.
         is_versioned: the buckets have versioning; what was `put` before keeps its version.
+        checksums: by bucket and key, of objects that have one.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class ObjectServer:
         self._require_signature = require_signature
         self.tls = tls
         self.accept_seconds = 0.0
+        self.checksums: dict[tuple[str, str], KeptChecksum] = {}
         self._lock = threading.RLock()  # faults call back
         self._stopping = threading.Event()
         self._is_refusing = False
@@ -195,6 +198,8 @@ class ObjectServer:
         request = parse_request(head)
         response = self.route(request)
         kind = "LIST" if request.method == "GET" and not request.key else request.method
+        if "attributes" in request.query:
+            kind = "ATTRIBUTES"
         with self._lock:
             self.counters.requests[kind] += 1
             self.counters.authorization.append(request.headers.get("authorization", request.target))
@@ -289,9 +294,14 @@ class ObjectServer:
         wanted = request.headers.get("if-match")
         if wanted is not None and wanted != stored.etag:
             return error_response(412, "PreconditionFailed", "At least one of the preconditions failed")
+        kept = self.checksums.get((request.bucket, request.key))
+        if kept is not None and "attributes" in request.query:
+            return attributes_response(request, kept, stored.etag, self.page_size)
         headers = {"ETag": stored.etag, "Accept-Ranges": "bytes", "x-amz-request-id": "TESTREQUEST"}
         if self.is_versioned:
             headers["x-amz-version-id"] = stored.version
+        if kept is not None and request.headers.get("x-amz-checksum-mode") == "ENABLED":
+            headers.update(kept.headers)
         start, end = 0, stored.size
         given = request.headers.get("range")
         if given is None:
