@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from streamer.config import StreamConfig
 from streamer.errors import LoadError
@@ -17,11 +18,8 @@ from streamer.fetch.engine import FetchEngine, Progress
 from streamer.missing import missing_parameters
 from streamer.report import LoadReport
 from streamer.session import LoadSession, OpenedPart
-from streamer.share.group import ProcessGroup
+from streamer.share.group import Group, ProcessGroup
 from streamer.sources import Source, open_source, split_file
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
 
 __all__ = ["Weights", "iterate", "load"]
 
@@ -38,7 +36,7 @@ def load(
     config: Options = None,
     *,
     progress: Progress | None = None,
-    group: dist.ProcessGroup | None = None,
+    group: dist.ProcessGroup | Group | None = None,
 ) -> LoadReport:
     """Load a checkpoint into `model`, fetching only the bytes that its parameters take.
 
@@ -51,8 +49,8 @@ def load(
         url: a folder of safetensors files, one such file, or a source, which is closed afterwards.
         config: a `StreamConfig`, or options for `StreamConfig.resolve`.
         progress: called with bytes arrived and bytes wanted, per batch of reads.
-        group: the ranks that load this checkpoint together, over gloo, all of which call this. Those on one machine
-            fetch each byte once; see ``share``.
+        group: the ranks that load this checkpoint together, all of which call this: a gloo group, or something else
+            with the methods of `streamer.share.group.Group`. Those on one machine fetch each byte once; see ``share``.
 
     Returns:
         What was loaded, ignored, fetched, and how long each part took.
@@ -66,7 +64,7 @@ def load(
     check_byte_order()
     resolved = _resolve(config)
     source, only = _open(url, resolved)
-    members = None if group is None else ProcessGroup(group)
+    members = ProcessGroup(group) if isinstance(group, dist.ProcessGroup) else group
     with LoadSession(model, resolved, progress=progress, group=members) as session:
         _load_with(session, session.open(source, only=only))
         report = session.report()

@@ -7,6 +7,7 @@ import json
 import ssl
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,16 +18,19 @@ import streamer
 from streamer import errors
 from streamer.config import StreamConfig
 from streamer.errors import StreamError
+from streamer.share.group import Group
 from streamer.sources import ObjectInfo, open_source
 from streamer.sources.pinned import PinnedSource
 from tests.conftest import SECRET_KEY
 from tests.servers.object_server import ObjectServer
+from tests.share.together import Meeting, ThreadGroup
 
 __all__ = [
     "OBJECTS",
     "OPTIONS",
     "Outcome",
     "load_once",
+    "load_together",
     "longest_seconds",
     "new_server",
     "ranges_of",
@@ -145,18 +149,20 @@ def load_once(
     size: int = 1,
     url: str = "s3://bucket/m",
     items: Sequence[ObjectInfo] | None = None,
+    group: Group | None = None,
 ) -> Outcome:
     """Load, compare every parameter bit by bit, and say how it ended. Errors that are not ours are not caught.
 
     Args:
         items: as another process listed them; nothing is listed then.
+        group: the ranks to load together with.
     """
     model = Model(rank, size)
     config = StreamConfig.resolve({**OPTIONS, "endpoint_url": endpoint, "mode": mode, **(options or {})})
     source = url if items is None else PinnedSource(open_source(url, config), items)
     began = time.monotonic()
     try:
-        report = streamer.load(model, source, config)
+        report = streamer.load(model, source, config, group=group)
     except StreamError as error:
         text = str(error)
         assert SECRET_KEY not in text, "a message holds the secret key"
@@ -171,6 +177,20 @@ def load_once(
         for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True)
     )
     return Outcome("exact" if same else "wrong bytes", seconds, report.retries)
+
+
+def load_together(endpoint: str, options: Mapping[str, object] | None = None, *, size: int = 2) -> list[Outcome]:
+    """Load on ranks that share what they read, as threads; see `load_once`."""
+    meeting = Meeting(size)
+    options = {"share": "require", "share_timeout_seconds": 30.0, **(options or {})}
+    with ThreadPoolExecutor(size) as threads:
+        running = [
+            threads.submit(
+                load_once, endpoint, "trace", options, rank=rank, size=size, group=ThreadGroup(rank, meeting)
+            )
+            for rank in range(size)
+        ]
+        return [future.result(timeout=120) for future in running]
 
 
 def _nameable(error: StreamError) -> str:
@@ -202,9 +222,16 @@ def server_context(certificate: Path) -> ssl.SSLContext:
     return context
 
 
-def ranges_of(mode: str, *, rank: int = 0, size: int = 1) -> list[tuple[str, int, int]]:
-    """The ranged reads of a load in good health, by file and position: ``(key, start, end)``."""
+def ranges_of(mode: str, *, rank: int = 0, size: int = 1, together: bool = False) -> list[tuple[str, int, int]]:
+    """The ranged reads of a load in good health, by file and position: ``(key, start, end)``.
+
+    Args:
+        together: of all ranks, which share.
+    """
     with new_server() as server:
-        outcome = load_once(server.url, mode, rank=rank, size=size)
-        assert (outcome.ended, outcome.retries) == ("exact", 0), outcome
+        if together:
+            outcomes = load_together(server.url, size=size)
+        else:
+            outcomes = [load_once(server.url, mode, rank=rank, size=size)]
+        assert {(outcome.ended, outcome.retries) for outcome in outcomes} == {("exact", 0)}, outcomes
         return sorted(server.counters.ranges)

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from streamer import errors
 from streamer.errors import SourceError
 from tests.conftest import SECRET_KEY
-from tests.faults.loading import OPTIONS, Outcome, load_once, longest_seconds, new_server
+from tests.faults.loading import OPTIONS, Outcome, load_once, load_together, longest_seconds, new_server
 from tests.servers.faults import CATALOGUE, Mixture
 
 #: All but the certificate, which needs a server with TLS.
@@ -69,7 +69,11 @@ class Summary:
 
 @dataclass(frozen=True)
 class Round:
-    """How one round is set up; everything follows from the seed and the number."""
+    """How one round is set up; everything follows from the seed and the number.
+
+    Attributes:
+        together: the ranks share what they read, else they load one after the other.
+    """
 
     number: int
     mode: str
@@ -77,6 +81,7 @@ class Round:
     rate: float
     only_survivable: bool
     options: dict[str, object]
+    together: bool
 
     @classmethod
     def draw(cls, seed: int, number: int) -> Round:
@@ -93,13 +98,15 @@ class Round:
             "use_uvloop": rng.random() < 0.25,
             **({"hedge_after_seconds": 0.05} if rng.random() < 0.5 else {}),
         }
+        mode, ranks = rng.choice(["trace", "eager"]), rng.choice([1, 2])
         return cls(
             number,
-            mode=rng.choice(["trace", "eager"]),
-            ranks=rng.choice([1, 2]),
+            mode=mode,
+            ranks=ranks,
             rate=rng.choice([0.02, 0.1, 0.3, 0.6]),
             only_survivable=rng.random() < 0.7,
             options=options,
+            together=mode == "trace" and ranks == 2 and rng.random() < 0.7,
         )
 
 
@@ -109,7 +116,7 @@ def run(rounds: int, seed: int, *, first: int = 0, say: Callable[[str], None] = 
     began = time.monotonic()
     for number in range(first, first + rounds):
         one = Round.draw(seed, number)
-        for rank in range(one.ranks):
+        for rank in range(1 if one.together else one.ranks):
             faulthandler.dump_traceback_later(_HANG_SECONDS, exit=True)
             _run_load(one, rank, seed, summary)
             faulthandler.cancel_dump_traceback_later()
@@ -125,15 +132,20 @@ def _run_load(one: Round, rank: int, seed: int, summary: Summary) -> None:
     with new_server() as server:
         mixture = Mixture(server, faults, rate=one.rate, seed=seed * 1_000_003 + one.number * 2 + rank)
         try:
-            outcome = load_once(server.url, one.mode, one.options, rank=rank, size=one.ranks)
-            wrong = _judge(one, outcome)
+            if one.together:
+                outcomes = load_together(server.url, one.options, size=one.ranks)
+            else:
+                outcomes = [load_once(server.url, one.mode, one.options, rank=rank, size=one.ranks)]
+            wrong = next(filter(None, (_judge(one, outcome) for outcome in outcomes)), "")
+            if len({outcome.ended for outcome in outcomes}) > 1:
+                wrong = f"the ranks ended differently: {outcomes}"
         except Exception:
-            outcome = Outcome("not our error", 0.0)
+            outcomes = [Outcome("not our error", 0.0)]
             wrong = traceback.format_exc()
-    summary.ended[outcome.ended] += 1
+    summary.ended.update(outcome.ended for outcome in outcomes)
     summary.struck += mixture.struck
-    summary.retries += outcome.retries or 0
-    summary.longest = max(summary.longest, outcome.seconds)
+    summary.retries += sum(outcome.retries or 0 for outcome in outcomes)
+    summary.longest = max(summary.longest, *(outcome.seconds for outcome in outcomes))
     if wrong:
         struck = ", ".join(f"{count} {name}" for name, count in mixture.struck.items())
         summary.violations.append(f"{one}, rank {rank}: {wrong}; struck: {struck}")

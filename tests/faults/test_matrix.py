@@ -22,7 +22,16 @@ import pytest
 from streamer.config import StreamConfig
 from streamer.sources import ObjectInfo, open_source
 from tests.certificates import Certificates, make_certificates
-from tests.faults.loading import OBJECTS, Outcome, load_once, longest_seconds, new_server, ranges_of, server_context
+from tests.faults.loading import (
+    OBJECTS,
+    Outcome,
+    load_once,
+    load_together,
+    longest_seconds,
+    new_server,
+    ranges_of,
+    server_context,
+)
 from tests.servers.faults import CATALOGUE, NamedFault, Where
 from tests.servers.object_server import Fault, ObjectServer, Request, Response
 
@@ -39,6 +48,7 @@ class Cell:
     part: str
     mode: str
     transport: str = "native"
+    together: bool = False
 
     @property
     def where(self) -> str:
@@ -58,6 +68,8 @@ class Cell:
 
     def __str__(self) -> str:
         native = f"{self.fault.name}-{self.where}-{self.mode}"
+        if self.together:
+            return f"{native}-together"
         return native if self.transport == "native" else f"{native}-{self.transport}"
 
 
@@ -81,6 +93,12 @@ def _cells() -> list[Cell]:
 
 
 CELLS = _cells()
+#: What two ranks that share read is divided between them; each needs some of all that the other reads.
+TOGETHER = [
+    Cell(fault, position, "middle byte" if fault.in_body else "", "trace", together=True)
+    for fault in CATALOGUE
+    for position in (("header", "middle") if fault.times else ("middle",))
+]
 FOR_TWO_RANKS = [
     "500 once",
     "503 SlowDown in a burst",
@@ -100,8 +118,9 @@ FOR_TWO_RANKS = [
 
 
 @functools.cache
-def _ranges(mode: str, rank: int, size: int) -> list[tuple[str, int, int]]:
-    return [found for found in ranges_of(mode, rank=rank, size=size) if not found[0].endswith(".json")]
+def _ranges(mode: str, rank: int, size: int, together: bool = False) -> list[tuple[str, int, int]]:
+    found = ranges_of(mode, rank=rank, size=size, together=together)
+    return [each for each in found if not each[0].endswith(".json")]
 
 
 def _where(cell: Cell, untrusted: ssl.SSLContext | None = None, *, size: int = 1) -> Where:
@@ -109,7 +128,7 @@ def _where(cell: Cell, untrusted: ssl.SSLContext | None = None, *, size: int = 1
     part = PARTS.get(cell.part, 0.5)
     if cell.position == "listing":
         return Where("LIST", part=part, untrusted=untrusted)
-    ranges = _ranges(cell.mode, size - 1, size)
+    ranges = _ranges(cell.mode, size - 1, size, cell.together)
     headers = [found for found in ranges if found[1] == 0]
     weights = [found for found in ranges if found[1] != 0]
     key, _, end = {
@@ -143,6 +162,7 @@ def _record(table: list[dict[str, object]], cell: Cell, ranks: int, rank: int, o
             "position": cell.where,
             "mode": cell.mode,
             "transport": cell.transport,
+            "share": cell.together,
             "ranks": ranks,
             "rank": rank,
             "outcome": outcome.ended,
@@ -240,6 +260,30 @@ def test_two_ranks_at_once(cell: Cell, ranks: list[ProcessPoolExecutor], table: 
     assert cell.wanted & {outcome.ended for outcome in outcomes}
     if cell.wanted == {"exact"}:
         assert sum(outcome.retries or 0 for outcome in outcomes) >= cell.fault.retries
+
+
+@pytest.mark.parametrize("cell", TOGETHER, ids=str)
+def test_ranks_that_share_end_alike(
+    cell: Cell, certificates: Certificates, untrusted: ssl.SSLContext, table: list[dict[str, object]]
+) -> None:
+    """What strikes one rank's read strikes both ranks' model: both are exact, or both name it."""
+    tls = server_context(certificates.server) if cell.fault.name == "certificate not trusted" else None
+    options = {**cell.options, **({"ca_bundle": str(certificates.authority)} if tls else {})}
+    with new_server(tls) as server:
+        cell.fault.install(server, _where(cell, untrusted, size=2))
+        outcomes = load_together(server.url, options)
+        assert cell.fault.times is None or not server.faults[0].times, "the fault never struck"
+    for rank, outcome in enumerate(outcomes):
+        _record(table, cell, 2, rank, outcome)
+        assert outcome.ended in cell.wanted, outcome
+        assert outcome.seconds < longest_seconds(cell.fault.options, cell.fault.seconds + 2.0), outcome
+        if not outcome.is_exact:
+            assert "s3://bucket/m" in outcome.text, "the message does not say where"
+    assert len({outcome.ended for outcome in outcomes}) == 1
+    if cell.wanted == {"exact"}:
+        assert sum(outcome.retries or 0 for outcome in outcomes) >= cell.fault.retries
+    else:
+        assert sum("on rank" in outcome.text for outcome in outcomes) in (0, 1)
 
 
 def _trained_further(server: ObjectServer) -> None:
