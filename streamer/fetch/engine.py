@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from streamer.config import LEAST_BUFFER_BYTES, StreamConfig
@@ -190,15 +190,16 @@ class FetchEngine:
             request_bytes=self.request_bytes,
             coalesce_gap_bytes=self.config.coalesce_gap_bytes,
         )
-        layout = lay_out(jobs, plan.requests, lambda file: (self.source, items[file]))
+        requests = dict(enumerate(plan.requests))
+        layout = lay_out(jobs, requests, lambda file: (self.source, items[file]))
         self.times.plan += time.perf_counter() - began
-        self.carry_out(layout, plan.requests, progress)
+        self.carry_out(layout, requests, progress)
         return Filled(plan.needed_bytes, plan.over_read_bytes)
 
     def carry_out(
         self,
         layout: Layout,
-        requests: Sequence[Request],
+        requests: Mapping[int, Request],
         progress: Progress | None = None,
         exchange: Exchange | None = None,
     ) -> None:

@@ -9,7 +9,7 @@ that owns the device's stream.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -76,7 +76,7 @@ class Layout:
 
     reads: list[Read]
     targets: list[_Target]
-    copies: list[list[_Copy]] = field(default_factory=list)
+    copies: dict[int, list[_Copy]] = field(default_factory=dict)
     direct_bytes: int = 0
 
 
@@ -91,7 +91,7 @@ def demand_of(job: CopyJob) -> Demand:
 
 def lay_out(
     jobs: Sequence[CopyJob],
-    requests: Sequence[Request],
+    requests: Mapping[int, Request],
     read_from: ReadFrom,
     *,
     whole: Collection[int] = (),
@@ -100,11 +100,12 @@ def lay_out(
     """Decide, for each request, which bytes are received in place and which are staged.
 
     Args:
+        requests: by number.
         whole: numbers of the requests that are staged as they are, so that others can find their bytes too.
         not_ours: numbers of the requests that somebody else makes.
     """
     layout = Layout([], [_target(job) for job in jobs])
-    for number, request in enumerate(requests):
+    for number, request in requests.items():
         if number in whole:
             first = whole_offset(request.start)
             segments: list[Segment] = [Staged(first, request.nbytes)]
@@ -113,7 +114,7 @@ def lay_out(
             segments, copies, staged = _segments(request, layout)
         if number not in not_ours:
             layout.reads.append(Read(*read_from(request.file), request.start, segments, staged, number))
-        layout.copies.append(copies)
+        layout.copies[number] = copies
     return layout
 
 

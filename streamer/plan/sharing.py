@@ -96,6 +96,8 @@ class _Stretch:
     needed: list[tuple[int, int]]
 
     def needed_in(self, start: int, end: int) -> int:
+        if len(self.needed) == 1:
+            return end - start
         first = bisect_right(self.needed, start, key=itemgetter(1))
         last = bisect_left(self.needed, end, key=itemgetter(0))
         return sum(min(end, high) - max(start, low) for low, high in self.needed[first:last])
@@ -173,7 +175,10 @@ def _joined(stretches: Iterable[tuple[int, int, int, int]], gap: int) -> Iterato
             brings_none = is_small and both == last.consumers
             gets_none = last.end - last.start < gap and both == consumers
             if last.consumers == consumers or (last.is_crumbly and is_small) or brings_none or gets_none:
-                last.needed.append((start, end))
+                if last.end == start:
+                    last.needed[-1] = (last.needed[-1][0], end)
+                else:
+                    last.needed.append((start, end))
                 last.end = end
                 last.consumers = both
                 last.is_crumbly = last.is_crumbly and is_small
@@ -185,16 +190,20 @@ def _joined(stretches: Iterable[tuple[int, int, int, int]], gap: int) -> Iterato
         yield last
 
 
-def pieces_of(demands: Sequence[Demand], reads: Sequence[SharedRead], max_gap: int) -> list[Request]:
-    """Return each of `reads` as a request, with what it holds of `demands`; of most that is nothing."""
-    slots = [Slot(read.file, read.start, read.end) for read in reads]
+def pieces_of(demands: Sequence[Demand], reads: Sequence[SharedRead], rank: int, max_gap: int) -> dict[int, Request]:
+    """Return those of `reads` that `rank` makes or needs, by number, with what each holds of its `demands`."""
+    slots: dict[int, Slot] = {}
     in_file: dict[int, list[Slot]] = {}
-    for slot in slots:
-        in_file.setdefault(slot.file, []).append(slot)
+    for number, read in enumerate(reads):
+        if read.has_consumer(rank):
+            slots[number] = slot = Slot(read.file, read.start, read.end)
+            in_file.setdefault(slot.file, []).append(slot)
+        elif read.reader == rank:
+            slots[number] = Slot(read.file, read.start, read.end)
     wanted: dict[int, list[tuple[int, int, int, int]]] = {}
     for number, demand in enumerate(demands):
         for run in runs(demand.view, max_gap):
             wanted.setdefault(demand.file, []).append((demand.file, *run, number))
     for file, span in wanted.items():
         assign_pieces(demands, sorted(span), in_file[file])
-    return [Request(slot.file, slot.start, slot.end, tuple(slot.pieces)) for slot in slots]
+    return {number: Request(slot.file, slot.start, slot.end, tuple(slot.pieces)) for number, slot in slots.items()}

@@ -194,13 +194,13 @@ class Sharing:
             request_bytes=self._engines[0].request_bytes,
             coalesce_gap_bytes=gap,
         )
-        requests = pieces_of(demands, reads, gap)
+        requests = pieces_of(demands, reads, node.place, gap)
         layout = lay_out(
             jobs,
             requests,
             self._read_from,
-            whole={number for number, read in enumerate(reads) if read.is_shared},
-            not_ours={number for number, read in enumerate(reads) if read.reader != node.place},
+            whole={number for number in requests if reads[number].is_shared},
+            not_ours={number for number in requests if reads[number].reader != node.place},
         )
         self._engines[0].times.plan += time.perf_counter() - began
         for target in layout.targets:

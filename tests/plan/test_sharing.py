@@ -67,11 +67,12 @@ def test_every_needed_byte_is_in_one_read_and_reaches_who_needs_it(
             assert not read.is_shared
     everything: set[tuple[int, int]] = set()
     for rank, own in enumerate(ranks):
-        requests = pieces_of(own, reads, gap)
+        requests = pieces_of(own, reads, rank, gap)
         got = set()
-        for read, request in zip(reads, requests, strict=True):
-            if request.pieces:
-                assert read.has_consumer(rank)
+        assert {number for number, read in enumerate(reads) if read.reader == rank} <= requests.keys()
+        for number, request in requests.items():
+            read = reads[number]
+            assert read.has_consumer(rank) or not request.pieces
             for piece in request.pieces:
                 got.update(elements(own[piece.demand], piece.first, piece.last))
         needed = {at for demand in own for at in elements(demand, 0, None)}
