@@ -113,9 +113,12 @@ class LoadSession:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        instead = None
         if error is not None and self._sharing is not None:
-            self._sharing.fail(error)
+            instead = self._sharing.fail(error)
         self.close()
+        if instead is not None:
+            raise instead from error
 
     def close(self) -> None:
         """End the load: close the sources; lazy tensors that are left raise when used. Idempotent."""

@@ -260,11 +260,10 @@ class Sharing:
         except LoadError:
             self.has_parted = True  # it will not work the next time either
             raise
-        errors = [(answer.error, rank) for rank, answer in enumerate(answers) if answer.error is not None]
-        if errors:
+        error = _first_error(answers)
+        if error is not None:
             self.has_parted = True
-            # Some may only pass on what they heard from the one that failed first.
-            raise next((error for error, rank in errors if error.rank == rank), errors[0][0])
+            raise error
         purposes = {answer.purpose for answer in answers}
         if len(purposes) > 1:
             self.has_parted = True
@@ -276,18 +275,26 @@ class Sharing:
 
     # -- afterwards ----------------------------------------------------------------------------------------
 
-    def fail(self, error: BaseException) -> None:
-        """Tell the others that this rank gives up, unless all have finished or know already."""
+    def fail(self, error: BaseException) -> StreamError | None:
+        """Tell the others that this rank gives up, unless all have finished or know already.
+
+        Returns:
+            What to raise instead, when several ranks failed at once: all raise the same.
+        """
         if self.has_parted:
-            return
+            return None
         self.has_parted = True
         said = _with_rank(error, self._group.rank)
         if self._node is not None:
             self._node.give_up(said)
         # One that is gone, or stuck, is an error of its own, of which the others hear in the same way.
-        with contextlib.suppress(LoadError):
+        try:
             timeout = min(_FAREWELL_SECONDS, self._config.share_timeout_seconds)
-            self._group.gather(_Message("failure", _Stage.OVER, self._host, error=said), timeout_seconds=timeout)
+            message = _Message("failure", _Stage.OVER, self._host, error=said)
+            chosen = _first_error(self._group.gather(message, timeout_seconds=timeout))
+        except LoadError:
+            return None
+        return chosen if chosen is not None and chosen.rank != said.rank and isinstance(error, Exception) else None
 
     def report(self) -> SharingReport:
         """Sum up, after the last window."""
@@ -304,6 +311,13 @@ class Sharing:
         node, self._node = self._node, None
         if node is not None:
             node.close()
+
+
+def _first_error(answers: Sequence[_Message]) -> StreamError | None:
+    """Return the lowest rank's own error; others may only pass on what they heard from it."""
+    errors = [(answer.error, rank) for rank, answer in enumerate(answers) if answer.error is not None]
+    own = (error for error, rank in errors if error.rank == rank)
+    return next(own, errors[0][0] if errors else None)
 
 
 def _with_rank(error: BaseException, rank: int) -> StreamError:

@@ -14,7 +14,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from streamer.errors import ConfigError, LoadError, ObjectChangedError, SourceUnavailableError
+from streamer.errors import BadResponseError, ConfigError, LoadError, ObjectChangedError, SourceUnavailableError
 from streamer.session import LoadSession
 from streamer.sources.memory import MemorySource
 from tests.share.together import CountingSource, LoadSessionFactory, Parameters, Rank, on_ranks
@@ -229,6 +229,30 @@ def test_a_store_that_fails_one_rank_fails_all_with_its_cause(culprit: int) -> N
         assert isinstance(rank.error, SourceUnavailableError), rank.error
         assert "broken" in str(rank.error)
         assert (f"on rank {culprit}, " in str(rank.error)) == (rank.group.rank != culprit)
+
+
+def test_ranks_that_fail_at_once_for_different_reasons_raise_the_same() -> None:
+    objects = objects_of(STATE)
+    both = threading.Barrier(2)
+
+    def source(rank: int) -> CountingSource:
+        error = BadResponseError("nonsense") if rank else SourceUnavailableError("broken")
+        waited: list[int] = []
+
+        def fails(_: str, start: int) -> Exception | None:
+            if start < 2000:
+                return None
+            if not waited:
+                waited.append(both.wait(10))  # neither has heard from the other
+            return error
+
+        return CountingSource(objects, fails)
+
+    ranks = on_ranks(2, load_plainly, source)
+    assert [type(rank.error) for rank in ranks] == [SourceUnavailableError] * 2
+    assert "on rank 0, broken" in str(ranks[1].error)
+    assert isinstance(ranks[1].error, SourceUnavailableError)
+    assert isinstance(ranks[1].error.__cause__, BadResponseError)
 
 
 def test_model_code_that_fails_on_one_rank_fails_all() -> None:
