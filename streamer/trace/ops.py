@@ -8,7 +8,7 @@ import functools
 import torch
 from torch._ops import OpOverload
 
-__all__ = ["Kind", "is_same_values", "kind_of", "written_arguments"]
+__all__ = ["Kind", "Kinds", "is_same_values", "kind_of", "written_arguments"]
 
 aten = torch.ops.aten
 
@@ -82,6 +82,19 @@ def kind_of(func: OpOverload) -> Kind:
     if one_tensor and not any(tag in func.tags for tag in _NOT_DEFERRABLE_TAGS):
         return Kind.PURE
     return Kind.READING
+
+
+class Kinds:
+    """`kind_of`, remembered by identity: to hash an overload, Python code runs."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Kind, OpOverload]] = {}  # with the overload, or its id could be another's later
+
+    def of(self, func: OpOverload) -> Kind:
+        known = self._known.get(id(func))
+        if known is None:
+            known = self._known[id(func)] = (kind_of(func), func)
+        return known[0]
 
 
 @functools.cache
