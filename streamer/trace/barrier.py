@@ -71,12 +71,12 @@ class Barrier(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        tracer = self._tracer
-        kind = self._kinds.of(func)
+        kind = self._kinds.get(id(func)) or self._kinds.learn(func)
         if kind is _VIEW:
-            if not kwargs and args and type(args[0]) is LazyTensor:
-                return tracer.view(func, args)
-            return func(*args, **kwargs) if kwargs else func(*args)
+            if kwargs or not args:
+                return func(*args, **(kwargs or {}))
+            return self._tracer.view(func, args) if type(args[0]) is LazyTensor else func(*args)
+        tracer = self._tracer
         kwargs = kwargs or {}
         if not tracer.values.busy:
             if kind is _COPY and type(args[1]) is LazyTensor and type(args[0]) is not LazyTensor:

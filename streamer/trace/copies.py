@@ -98,7 +98,8 @@ class Copies:
         if 0 in window.shape:
             mark_used(source.lazy_base)
             return destination
-        source = _peel(source, dtype)
+        if isinstance(source.lazy_base, DeferredBase):
+            source = _peel(source, dtype)
         overlapped = self.pending.overlapping(window, key)
         if overlapped:
             self._settle(overlapped, window, dtype, source)

@@ -41,6 +41,7 @@ __all__ = [
 
 
 _wrap = torch.Tensor._make_wrapper_subclass
+_narrow = torch.Tensor.narrow
 
 
 class Recorder(Protocol):
@@ -157,6 +158,18 @@ class LazyTensor(torch.Tensor):
         kwargs = kwargs or {}
         lazies = find_lazies(args, kwargs)
         return lazies[0].lazy_base.tracer.dispatch(func, args, kwargs, lazies)
+
+    def narrow(self, *arguments: Any, **options: Any) -> torch.Tensor:
+        """Do as torch does, and remember what it made of a layout: in most loaders, every tensor goes through this."""
+        base, layout = self.lazy_base, self.lazy_layout
+        known = None if options or base.owned is not None else layout.recall(_narrow, arguments)
+        if isinstance(known, Layout):
+            base.looked_at = True
+            return lazy_view(base, known, self.device)
+        result: torch.Tensor = _narrow(self, *arguments, **options)
+        if not options and isinstance(result, LazyTensor) and result.lazy_base is base:
+            layout.remember(_narrow, arguments, result.lazy_layout)
+        return result
 
     @property
     def lazy_meta(self) -> torch.Tensor:

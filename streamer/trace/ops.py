@@ -84,17 +84,18 @@ def kind_of(func: OpOverload) -> Kind:
     return Kind.READING
 
 
-class Kinds:
-    """`kind_of`, remembered by identity: to hash an overload, Python code runs."""
+class Kinds(dict[int, Kind]):
+    """What `kind_of` said, by ``id(func)``: to hash an overload, Python code runs."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[Kind, OpOverload]] = {}  # with the overload, or its id could be another's later
+        super().__init__()
+        self._kept: list[OpOverload] = []  # or an id could be another's later
 
-    def of(self, func: OpOverload) -> Kind:
-        known = self._known.get(id(func))
-        if known is None:
-            known = self._known[id(func)] = (kind_of(func), func)
-        return known[0]
+    def learn(self, func: OpOverload) -> Kind:
+        """Classify `func` and remember it."""
+        kind = self[id(func)] = kind_of(func)
+        self._kept.append(func)
+        return kind
 
 
 @functools.cache

@@ -22,8 +22,8 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
 
 def storage_key(tensor: torch.Tensor) -> int:
     """Identify the storage of `tensor` for as long as something holds it."""
-    key: int = storage_of(tensor)._cdata
-    return key
+    address: int = torch._C._storage_address(tensor)  # type: ignore[attr-defined]
+    return address
 
 
 @dataclass(slots=True, eq=False)
@@ -94,7 +94,7 @@ class PendingCopies:
         if window.offset == end:
             return []
         order = storage.order
-        position = bisect_left(order, (window.offset - storage.longest, -1))
+        position = bisect_left(order, (window.offset - storage.longest + 1, -1))  # those before end before it
         found = []
         while position < len(order) and order[position][0] < end:
             pending = storage.by_number[order[position][1]]
