@@ -15,6 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from streamer.trace.collector import fewer_full_collections
 from streamer.trace.lazy import LazyTensor
 from streamer.trace.ops import Kind, Kinds, written_arguments
 
@@ -34,6 +35,7 @@ def tracing(tracer: Tracer) -> Iterator[None]:
     """Watch the calling thread for as long as the context lasts."""
     _keep_dynamo_out()
     with ExitStack() as stack:
+        stack.enter_context(fewer_full_collections())
         stack.enter_context(torch.no_grad())
         stack.enter_context(Watch(tracer))
         stack.enter_context(Barrier(tracer))
