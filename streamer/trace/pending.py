@@ -83,7 +83,9 @@ class PendingCopies:
             storage = self._storages[key] = _Storage()
         insort(storage.order, (window.offset, number))
         storage.by_number[number] = Pending(destination, source, key, window, number, serial)
-        storage.longest = max(storage.longest, window.end - window.offset)
+        length = window.end - window.offset
+        if length > storage.longest:
+            storage.longest = length
 
     def overlapping(self, window: View, key: int) -> list[Pending]:
         """Return the copies that write bytes of `window` in storage `key`, in the order recorded."""
