@@ -21,10 +21,7 @@ def fewer_full_collections() -> Iterator[None]:
     walking over them all. The setting is the process's; of loads that overlap, the first sets it back.
     """
     before = gc.get_threshold()
-    raised = (before[0], before[1], _MIDDLE_PER_FULL)
-    if before[2] >= _MIDDLE_PER_FULL:
-        yield
-        return
+    raised = (before[0], before[1], max(before[2], _MIDDLE_PER_FULL))
     gc.set_threshold(*raised)
     try:
         yield

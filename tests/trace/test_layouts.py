@@ -25,6 +25,11 @@ VIEWS: list[Callable[[torch.Tensor], Any]] = [
     lambda x: x.narrow(-1, -2, 1),
     lambda x: x.narrow(0, torch.tensor(1), 2),
     lambda x: x.narrow(0, 0, 0),
+    lambda x: x.narrow(0, 0, 1),
+    lambda x: x.narrow(0, 1, 1),
+    lambda x: x[1:2],
+    lambda x: x[1:3],
+    lambda x: x.view(3, -1),
     lambda x: x[1],
     lambda x: x[:, 1:4:2],
     lambda x: x[..., None],
@@ -51,7 +56,7 @@ def tracer_for(model: object = None) -> Tracer:
 
 def geometry(x: Any) -> list[Any]:
     """All that a tensor says about its elements' places; of a lazy one, by every way to ask."""
-    found = [tuple(x.shape), x.ndim, x.dtype, tuple(x.size()), tuple(x.stride()), x.storage_offset(), x.dim(), len(x)]
+    found = [tuple(x.shape), x.ndim, x.dtype, tuple(x.size()), tuple(x.stride()), x.storage_offset(), x.dim()]
     if isinstance(x, LazyTensor):
         meta = x.lazy_meta
         assert [tuple(meta.shape), meta.ndim, meta.dtype, *found[3:6]] == found[:6]
@@ -60,20 +65,27 @@ def geometry(x: Any) -> list[Any]:
     return found
 
 
+def attempt(view: Callable[[torch.Tensor], Any], x: torch.Tensor) -> object:
+    try:
+        return view(x)
+    except (RuntimeError, IndexError, TypeError) as error:
+        return type(error)
+
+
 @settings(max_examples=200, deadline=None)
-@given(choices=st.lists(st.integers(0, len(VIEWS) - 1), min_size=1, max_size=4))
+@given(choices=st.lists(st.integers(0, len(VIEWS) - 1), min_size=1, max_size=5))
 def test_views_seen_before_are_as_torch_makes_them(choices: list[int]) -> None:
     tracer = tracer_for()
     infos = [TensorInfo(name, "F32", (4, 6), 0, 0, 96) for name in "abc"]
 
     def outcome(x: torch.Tensor) -> object:
-        found = []
-        for choice in choices:
-            try:
-                x = VIEWS[choice](x)
-                found.append(geometry(x))
-            except (RuntimeError, IndexError, TypeError) as error:
-                return [*found, type(error)]
+        """Every choice applied to each of a chain of views, the first choice's result being the next."""
+        found: list[object] = []
+        for number in range(len(choices)):
+            results = [attempt(VIEWS[choice], x) for choice in (*choices[number:], *choices[:number])]
+            found += [geometry(y) if isinstance(y, torch.Tensor) else y for y in results]
+            if isinstance(results[0], torch.Tensor):
+                x = results[0]
         return found
 
     expected = outcome(torch.empty(4, 6, device="meta"))
@@ -139,7 +151,9 @@ def test_what_was_set_meanwhile_stays_set() -> None:
     before = gc.get_threshold()
     try:
         with fewer_full_collections():
-            gc.set_threshold(123, 4, 5)
-        assert gc.get_threshold() == (123, 4, 5)
+            gc.set_threshold(123, 4, 5000)
+        assert gc.get_threshold() == (123, 4, 5000)
+        with fewer_full_collections():
+            assert gc.get_threshold() == (123, 4, 5000)
     finally:
         gc.set_threshold(*before)
