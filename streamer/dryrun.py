@@ -10,7 +10,6 @@ import torch
 from streamer.checkpoint.checkpoint import Checkpoint
 from streamer.config import StreamConfig
 from streamer.engines import RankModel
-from streamer.fetch.dtypes import torch_shape
 from streamer.fetch.engine import request_bytes_for
 from streamer.plan.geometry import View, sort_dims
 from streamer.plan.plan import Demand, Plan, build_plan
@@ -18,7 +17,9 @@ from streamer.plan.sharing import Span, spans_of
 from streamer.plan.windows import Window, window_of
 from streamer.report import ForcedRead
 from streamer.trace.barrier import tracing
-from streamer.trace.lazy import FileBase, LazyTensor, view_of
+from streamer.trace.collector import fewer_full_collections
+from streamer.trace.layout import view_of
+from streamer.trace.lazy import FileBase, LazyTensor
 from streamer.trace.pending import Pending, storage_key
 from streamer.trace.storages import ModelStorages, named_tensors
 from streamer.trace.tracer import Tracer
@@ -73,6 +74,11 @@ def dry_run(target: RankModel, checkpoint: Checkpoint, config: StreamConfig) -> 
     Raises:
         LoadError: whatever the model's own code finds wrong with the checkpoint.
     """
+    with fewer_full_collections():  # the plan, too, is many objects that stay
+        return _dry_run(target, checkpoint, config)
+
+
+def _dry_run(target: RankModel, checkpoint: Checkpoint, config: StreamConfig) -> DryRun:
     tracer = Tracer(ModelStorages(target.model), _no_fill, dry_run=True)
 
     def weights() -> Iterator[tuple[str, LazyTensor]]:
@@ -87,7 +93,7 @@ def dry_run(target: RankModel, checkpoint: Checkpoint, config: StreamConfig) -> 
         tracer.close()
     views = leaves_of([copy.source for copy in tracer.copies.planned])  # each once, as a load computes them together
     demands = [_demand(lazy) for lazy in (*views, *tracer.values.would_read)]
-    names = _parameter_names(target.model)
+    parameters = _parameters(target.model)
     return DryRun(
         plan=build_plan(
             demands,
@@ -95,7 +101,7 @@ def dry_run(target: RankModel, checkpoint: Checkpoint, config: StreamConfig) -> 
             coalesce_gap_bytes=config.coalesce_gap_bytes,
         ),
         spans=spans_of(demands, config.coalesce_gap_bytes),
-        copies=tuple(planned for copy in tracer.copies.planned for planned in _describe(copy, names)),
+        copies=tuple(planned for copy in tracer.copies.planned for planned in _describe(copy, parameters)),
         materialised=tuple(tracer.values.materialised),
         ignored=unused_tensors(tracer, checkpoint.tensors),
     )
@@ -107,7 +113,7 @@ def _no_fill(jobs: Sequence[object]) -> None:
 
 def _demand(lazy: LazyTensor) -> Demand:
     info = _info_base(lazy).info
-    view = sort_dims(view_of(lazy.lazy_meta, info.start))[0]
+    view = sort_dims(lazy.lazy_layout.view(info.start))[0]
     if not view.is_ordered:  # as the real load does: the covering bytes
         length = view.end - view.offset
         view = View(view.offset, 1, (length,), (1,))
@@ -119,40 +125,41 @@ def _info_base(lazy: LazyTensor) -> FileBase:
     return lazy.lazy_base
 
 
-def _parameter_names(model: torch.nn.Module) -> dict[int, list[tuple[str, torch.Tensor]]]:
-    names: dict[int, list[tuple[str, torch.Tensor]]] = {}
+@dataclass(frozen=True, slots=True)
+class _Parameter:
+    name: str
+    shape: tuple[int, ...]
+    view: View
+
+
+def _parameters(model: torch.nn.Module) -> dict[int, list[_Parameter]]:
+    found: dict[int, list[_Parameter]] = {}
     for name, tensor in named_tensors(model):
-        names.setdefault(storage_key(tensor), []).append((name, tensor))
-    return names
+        found.setdefault(storage_key(tensor), []).append(_Parameter(name, tuple(tensor.shape), view_of(tensor)))
+    return found
 
 
-def _describe(copy: Pending, names: Mapping[int, list[tuple[str, torch.Tensor]]]) -> Iterator[PlannedCopy]:
-    name, parameter = next(
-        (
-            (name, tensor)
-            for name, tensor in names.get(copy.key, ())
-            if view_of(tensor).offset <= copy.window.offset and copy.window.end <= view_of(tensor).end
-        ),
-        ("?", None),
+_UNKNOWN = _Parameter("?", (), View(0, 1, (), ()))
+
+
+def _describe(copy: Pending, parameters: Mapping[int, list[_Parameter]]) -> Iterator[PlannedCopy]:
+    start, end = copy.window.offset, copy.window.end
+    parameter = next(
+        (one for one in parameters.get(copy.key, ()) if one.view.offset <= start and end <= one.view.end), _UNKNOWN
     )
-    destination = None if parameter is None else _window(copy.window, parameter)
-    leaves = leaves_of([copy.source])
-    for leaf in leaves:
-        info = _info_base(leaf).info
-        whole = torch.empty(torch_shape(info), dtype=leaf.dtype, device="meta")
-        same_type = leaf.dtype == _info_base(leaf).root.dtype
+    destination = None if parameter is _UNKNOWN else _window(copy.window, parameter.view)
+    for leaf in leaves_of([copy.source]):
+        base, view = _info_base(leaf), leaf.lazy_layout.view()
         yield PlannedCopy(
-            tensor=info.name,
-            source=_window(view_of(leaf.lazy_meta), whole) if same_type else None,
-            parameter=name,
-            parameter_shape=() if parameter is None else tuple(parameter.shape),
+            tensor=base.info.name,
+            source=_window(view, base.layout.view()) if leaf.dtype == base.layout.dtype else None,
+            parameter=parameter.name,
+            parameter_shape=parameter.shape,
             destination=destination,
-            nbytes=view_of(leaf.lazy_meta).nbytes,
+            nbytes=view.nbytes,
             computed=leaf is not copy.source,
         )
 
 
-def _window(view: View, whole: torch.Tensor) -> Window | None:
-    strides = tuple(stride * whole.element_size() for stride in whole.stride())
-    origin = int(whole.storage_offset()) * whole.element_size()
-    return window_of(view, tuple(whole.shape), strides, origin)
+def _window(view: View, whole: View) -> Window | None:
+    return window_of(view, whole.shape, whole.strides, whole.offset)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 __all__ = ["Box", "View", "boxes_between", "count_before", "disjoint", "element_offset", "runs", "sort_dims"]
 
@@ -17,8 +17,7 @@ __all__ = ["Box", "View", "boxes_between", "count_before", "disjoint", "element_
 Box = tuple[tuple[int, int], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class View:
+class View(NamedTuple):
     """Elements of `itemsize` bytes at ``offset + sum(index[i] * strides[i])``.
 
     Attributes:
@@ -36,10 +35,12 @@ class View:
     @property
     def end(self) -> int:
         """One past the last byte any element touches; `offset` when empty."""
-        if 0 in self.shape:
-            return self.offset
-        reach = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
-        return self.offset + reach + self.itemsize
+        end = self.offset + self.itemsize
+        for size, stride in zip(self.shape, self.strides, strict=True):
+            if not size:
+                return self.offset
+            end += (size - 1) * stride
+        return end
 
     @property
     def nbytes(self) -> int:

@@ -10,7 +10,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from streamer.plan.geometry import View
-from streamer.trace.lazy import DeferredBase, LazyTensor, describe_base, view_of
+from streamer.trace.layout import view_of
+from streamer.trace.lazy import DeferredBase, LazyTensor, describe_base
 from streamer.trace.ops import is_same_values
 from streamer.trace.pending import Pending, PendingCopies, storage_key, storage_of
 from streamer.trace.storages import ModelStorages
@@ -86,26 +87,33 @@ class Copies:
                 value = self._values.materialise([source], "aten::copy_ into a temporary")(source)
                 destination.copy_(value)
             return destination
-        serial = self.writes.note(destination)
+        window = view_of(destination)
+        serial = self.writes.note_window(destination, key, window)
         self.recorded += 1
-        if destination.dtype != source.dtype:
-            self.casts[str(source.dtype), str(destination.dtype)] += 1
-        if not destination.numel():
+        dtype = destination.dtype
+        if dtype != source.dtype:
+            self.casts[str(source.dtype), str(dtype)] += 1
+        if 0 in window.shape:
             mark_used(source.lazy_base)
             return destination
-        source = _peel(source, destination.dtype)
-        window = view_of(destination)
+        if isinstance(source.lazy_base, DeferredBase):
+            source = _peel(source, dtype)
+        overlapped = self.pending.overlapping(window, key)
+        if overlapped:
+            self._settle(overlapped, window, dtype, source)
+        self.pending.add(destination.detach(), source, key, window, serial)
+        return destination
+
+    def _settle(self, overlapped: list[Pending], window: View, dtype: torch.dtype, source: LazyTensor) -> None:
+        """Drop the copies that one from `source` into `window` replaces, and complete the other ones that it meets."""
         blocking = []
-        for earlier in self.pending.overlapping(destination, key):
-            if earlier.window == window and earlier.destination.dtype == destination.dtype:
+        for earlier in overlapped:
+            if earlier.window == window and earlier.destination.dtype == dtype:
                 self.pending.remove(earlier)
                 self.superseded[describe_base(earlier.source.lazy_base)] = describe_base(source.lazy_base)
             else:
                 blocking.append(earlier)
-        if blocking:
-            self.complete(blocking)
-        self.pending.add(destination.detach(), source, key, serial)
-        return destination
+        self.complete(blocking)
 
     def complete_touching(self, tensors: Iterable[torch.Tensor]) -> None:
         """Complete the pending copies that write bytes which any of `tensors` holds."""
@@ -113,7 +121,7 @@ class Copies:
         for tensor in tensors:
             key = storage_key(tensor)
             if key in self.pending:
-                hit.update((pending.number, pending) for pending in self.pending.overlapping(tensor, key))
+                hit.update((pending.number, pending) for pending in self.pending.overlapping(view_of(tensor), key))
         if hit:
             self.complete([hit[number] for number in sorted(hit)])
 
@@ -125,14 +133,18 @@ class Copies:
 
     def complete_all(self) -> None:
         """Carry out everything recorded so far."""
-        self.complete(self.pending.all())
+        self._carry_out(self.pending.take_all())
 
     def complete(self, copies: Sequence[Pending]) -> None:
-        """Fetch what `copies` need and carry them out."""
+        """Fetch what `copies`, which are pending, need and carry them out."""
+        for copy in copies:
+            self.pending.remove(copy)
+        self._carry_out(copies)
+
+    def _carry_out(self, copies: Sequence[Pending]) -> None:
         if not copies:
             return
         for copy in copies:
-            self.pending.remove(copy)
             mark_used(copy.source.lazy_base)
         if self._dry_run:
             self.planned.extend(copies)
@@ -170,9 +182,10 @@ def _peel(source: LazyTensor, dtype: torch.dtype) -> LazyTensor:
         base = source.lazy_base
         if not isinstance(base, DeferredBase) or base.owned is not None or not is_same_values(base.func):
             return source
-        whole = view_of(base.root) == view_of(source.lazy_meta) and base.root.dtype == source.dtype
+        own, seen = base.layout, source.lazy_layout
+        whole = own.dtype == seen.dtype and own.view() == seen.view()
         inner = base.args[0]
-        if not whole or not isinstance(inner, LazyTensor) or base.root.dtype not in (inner.dtype, dtype):
+        if not whole or not isinstance(inner, LazyTensor) or own.dtype not in (inner.dtype, dtype):
             return source
         source = inner
 
@@ -181,7 +194,7 @@ def _batches(copies: Sequence[Pending], limit: int) -> Iterable[list[Pending]]:
     batch: list[Pending] = []
     held = 0
     for copy in copies:
-        cost = sum(leaf.lazy_meta.numel() * leaf.lazy_meta.element_size() for leaf in leaves_of([copy.source]))
+        cost = sum(leaf.shape.numel() * leaf.lazy_layout.itemsize for leaf in leaves_of([copy.source]))
         if batch and held + cost > limit:
             yield batch
             batch, held = [], 0

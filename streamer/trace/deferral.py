@@ -32,6 +32,8 @@ def infer_on_meta(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
         return None
     if not isinstance(result, torch.Tensor) or not result.is_meta or result.storage_offset():
         return None
+    if result.is_conj() or result.is_neg():
+        return None  # a view whose values are not those of its bytes
     return result
 
 

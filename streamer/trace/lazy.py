@@ -2,9 +2,9 @@
 
 Theory of operation. A `LazyTensor` is a view of a `Base`. The base stands for bytes that exist
 somewhere: a tensor of a file (`FileBase`) or the result of a pure function (`DeferredBase`). The view
-is kept as a tensor on the meta device that aliases one meta storage per base. So torch itself computes
-what any view op does to sizes, strides and offsets, and an op is a view exactly when its meta result
-still aliases that storage: no table of view ops exists to fall behind.
+is kept as a `Layout`, from which a tensor on the meta device that aliases one meta storage per base is
+made when an op needs it. So torch itself computes what any view op does to sizes, strides and offsets
+(once per layout and arguments), and no table of view ops exists to fall behind.
 
 Rule 1: a lazy tensor never has a data pointer of its own. Whatever needs one gets a real tensor.
 Rule 2: a write to a lazy tensor gives its base a private, real copy (`Base.own`), which every view of the
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from streamer.checkpoint.checkpoint import TensorInfo
-from streamer.plan.geometry import View
+from streamer.trace.layout import Layout, alias_of, view_of
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
@@ -33,10 +33,15 @@ __all__ = [
     "LazyTensor",
     "file_names",
     "find_lazies",
+    "lazy_view",
     "map_lazies",
     "view_of",
     "walk",
 ]
+
+
+_wrap = torch.Tensor._make_wrapper_subclass
+_narrow = torch.Tensor.narrow
 
 
 class Recorder(Protocol):
@@ -59,17 +64,27 @@ class Base:
 
     Attributes:
         tracer: who records and fetches for it.
-        root: meta tensor with the base's full geometry; views alias its storage.
+        layout: of all of it.
+        looked_at: an operation was applied to it, so the model knows it.
         owned: the private real copy after a write, laid out like `root`; None before.
     """
 
-    __slots__ = ("__weakref__", "_dependents", "owned", "root", "tracer")
+    __slots__ = ("__weakref__", "_dependents", "_root", "layout", "looked_at", "owned", "tracer")
 
-    def __init__(self, tracer: Recorder, root: torch.Tensor) -> None:
+    def __init__(self, tracer: Recorder, layout: Layout, root: torch.Tensor | None = None) -> None:
         self.tracer = tracer
-        self.root = root
+        self.layout = layout
+        self.looked_at = False
+        self._root = root
         self.owned: torch.Tensor | None = None
         self._dependents: weakref.WeakSet[DeferredBase] | None = None
+
+    @property
+    def root(self) -> torch.Tensor:
+        """Meta tensor with the base's full geometry; views alias its storage."""
+        if self._root is None:
+            self._root = self.layout.empty()
+        return self._root
 
     def add_dependent(self, result: DeferredBase) -> None:
         if self._dependents is None:
@@ -86,16 +101,14 @@ class FileBase(Base):
 
     Attributes:
         used: bytes of it were recorded for a parameter or fetched.
-        looked_at: an operation was applied to it, so the model knows it.
     """
 
-    __slots__ = ("info", "looked_at", "used")
+    __slots__ = ("info", "used")
 
-    def __init__(self, tracer: Recorder, root: torch.Tensor, info: TensorInfo) -> None:
-        super().__init__(tracer, root)
+    def __init__(self, tracer: Recorder, layout: Layout, info: TensorInfo) -> None:
+        super().__init__(tracer, layout)
         self.info = info
         self.used = False
-        self.looked_at = False
 
 
 class DeferredBase(Base):
@@ -106,7 +119,7 @@ class DeferredBase(Base):
     def __init__(
         self, tracer: Recorder, root: torch.Tensor, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        super().__init__(tracer, root)
+        super().__init__(tracer, Layout(root), root)
         self.func = func
         self.args = args
         self.kwargs = kwargs
@@ -118,25 +131,23 @@ class DeferredBase(Base):
 
 
 class LazyTensor(torch.Tensor):
-    """A tensor with shape, dtype and device, and no data. Takes attributes, as loaders set some."""
+    """A tensor with shape, dtype and device, and no data. Takes attributes, as loaders set some.
+
+    Args:
+        base: what it looks at.
+        meta: how, as an alias of the base's root.
+        device: where it pretends to be.
+    """
+
+    # Loaders ask for these several times per tensor. Torch's own would tell every function mode each time.
+    __slots__ = ("device", "dtype", "lazy_base", "lazy_layout", "ndim", "shape")
 
     lazy_base: Base
-    lazy_meta: torch.Tensor
+    lazy_layout: Layout
 
     @staticmethod
     def __new__(cls, base: Base, meta: torch.Tensor, device: torch.device) -> LazyTensor:
-        lazy: LazyTensor = torch.Tensor._make_wrapper_subclass(
-            cls,
-            meta.size(),
-            strides=meta.stride(),
-            storage_offset=meta.storage_offset(),
-            dtype=meta.dtype,
-            device=device,
-            requires_grad=False,
-        )
-        lazy.lazy_base = base
-        lazy.lazy_meta = meta
-        return lazy
+        return lazy_view(base, Layout(meta), device)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -147,6 +158,24 @@ class LazyTensor(torch.Tensor):
         kwargs = kwargs or {}
         lazies = find_lazies(args, kwargs)
         return lazies[0].lazy_base.tracer.dispatch(func, args, kwargs, lazies)
+
+    def narrow(self, *arguments: Any, **options: Any) -> torch.Tensor:
+        """Do as torch does, and remember what it made of a layout: in most loaders, every tensor goes through this."""
+        base, layout = self.lazy_base, self.lazy_layout
+        known = None if options or base.owned is not None else layout.recall(_narrow, arguments)
+        if isinstance(known, Layout):
+            base.looked_at = True
+            return lazy_view(base, known, self.device)
+        result: torch.Tensor = _narrow(self, *arguments, **options)
+        if not options and isinstance(result, LazyTensor) and result.lazy_base is base:
+            layout.remember(_narrow, arguments, result.lazy_layout)
+        return result
+
+    @property
+    def lazy_meta(self) -> torch.Tensor:
+        """A tensor on meta that views the base's root as this one does."""
+        base, layout = self.lazy_base, self.lazy_layout
+        return base.root if layout is base.layout else alias_of(base.root, layout)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"LazyTensor({describe_base(self.lazy_base)}, shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -197,6 +226,18 @@ class LazyTensor(torch.Tensor):
         copied = self._real("deepcopy").clone()
         memo[id(self)] = copied
         return copied
+
+
+def lazy_view(base: Base, layout: Layout, device: torch.device) -> LazyTensor:
+    """Return a new lazy tensor that looks at `base` by `layout`."""
+    lazy: LazyTensor = _wrap(LazyTensor, layout.shape, layout.strides, layout.offset, dtype=layout.dtype, device=device)
+    lazy.lazy_base = base
+    lazy.lazy_layout = layout
+    lazy.shape = layout.shape
+    lazy.ndim = layout.ndim
+    lazy.dtype = layout.dtype
+    lazy.device = device
+    return lazy
 
 
 def describe_base(base: Base) -> str:
@@ -264,14 +305,3 @@ def walk(base: Base) -> Iterator[Base]:
                 if id(lazy.lazy_base) not in seen:
                     seen.add(id(lazy.lazy_base))
                     stack.append(lazy.lazy_base)
-
-
-def view_of(meta: torch.Tensor, origin: int = 0) -> View:
-    """Return the geometry of a tensor in bytes, its storage beginning at `origin`."""
-    itemsize = meta.element_size()
-    return View(
-        origin + int(meta.storage_offset()) * itemsize,
-        itemsize,
-        tuple(meta.size()),
-        tuple(stride * itemsize for stride in meta.stride()),
-    )

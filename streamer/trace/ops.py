@@ -8,7 +8,7 @@ import functools
 import torch
 from torch._ops import OpOverload
 
-__all__ = ["Kind", "is_same_values", "kind_of", "written_arguments"]
+__all__ = ["Kind", "Kinds", "is_same_values", "kind_of", "written_arguments"]
 
 aten = torch.ops.aten
 
@@ -82,6 +82,20 @@ def kind_of(func: OpOverload) -> Kind:
     if one_tensor and not any(tag in func.tags for tag in _NOT_DEFERRABLE_TAGS):
         return Kind.PURE
     return Kind.READING
+
+
+class Kinds(dict[int, Kind]):
+    """What `kind_of` said, by ``id(func)``: to hash an overload, Python code runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kept: list[OpOverload] = []  # or an id could be another's later
+
+    def learn(self, func: OpOverload) -> Kind:
+        """Classify `func` and remember it."""
+        kind = self[id(func)] = kind_of(func)
+        self._kept.append(func)
+        return kind
 
 
 @functools.cache

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 import torch
 
 from streamer.plan.geometry import View, disjoint
-from streamer.trace.lazy import LazyTensor, view_of
+from streamer.trace.lazy import LazyTensor
 
 __all__ = ["Pending", "PendingCopies", "storage_key", "storage_of"]
 
@@ -21,8 +22,8 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
 
 def storage_key(tensor: torch.Tensor) -> int:
     """Identify the storage of `tensor` for as long as something holds it."""
-    key: int = storage_of(tensor)._cdata
-    return key
+    address: int = torch._C._storage_address(tensor)  # type: ignore[attr-defined]
+    return address
 
 
 @dataclass(slots=True, eq=False)
@@ -43,6 +44,9 @@ class Pending:
     window: View
     number: int
     serial: int
+
+
+_number = attrgetter("number")
 
 
 @dataclass(slots=True)
@@ -70,36 +74,49 @@ class PendingCopies:
     def __bool__(self) -> bool:
         return bool(self._storages)
 
-    def add(self, destination: torch.Tensor, source: LazyTensor, key: int, serial: int) -> Pending:
-        """Record a copy; the caller has dealt with what it overlaps."""
-        window = view_of(destination)
-        pending = Pending(destination, source, key, window, self._count, serial)
+    def add(self, destination: torch.Tensor, source: LazyTensor, key: int, window: View, serial: int) -> None:
+        """Record a copy into `window`; the caller has dealt with what it overlaps."""
+        number = self._count
         self._count += 1
-        storage = self._storages.setdefault(key, _Storage())
-        insort(storage.order, (window.offset, pending.number))
-        storage.by_number[pending.number] = pending
-        storage.longest = max(storage.longest, window.end - window.offset)
-        return pending
-
-    def overlapping(self, tensor: torch.Tensor, key: int) -> list[Pending]:
-        """Return the copies that write bytes which `tensor` holds, in the order recorded."""
         storage = self._storages.get(key)
-        if storage is None or not tensor.numel():
+        if storage is None:
+            storage = self._storages[key] = _Storage()
+        insort(storage.order, (window.offset, number))
+        storage.by_number[number] = Pending(destination, source, key, window, number, serial)
+        length = window.end - window.offset
+        if length > storage.longest:
+            storage.longest = length
+
+    def overlapping(self, window: View, key: int) -> list[Pending]:
+        """Return the copies that write bytes of `window` in storage `key`, in the order recorded."""
+        storage = self._storages.get(key)
+        if storage is None:
             return []
-        window = view_of(tensor)
-        position = bisect_left(storage.order, (window.offset - storage.longest, -1))
+        end = window.end
+        if window.offset == end:
+            return []
+        order = storage.order
+        position = bisect_left(order, (window.offset - storage.longest + 1, -1))  # those before end before it
         found = []
-        while position < len(storage.order) and storage.order[position][0] < window.end:
-            pending = storage.by_number[storage.order[position][1]]
+        while position < len(order) and order[position][0] < end:
+            pending = storage.by_number[order[position][1]]
             if not disjoint(pending.window, window):
                 found.append(pending)
             position += 1
-        return sorted(found, key=lambda pending: pending.number)
+        found.sort(key=_number)
+        return found
 
     def all(self) -> list[Pending]:
         """Return every copy, in the order recorded."""
         every = [pending for storage in self._storages.values() for pending in storage.by_number.values()]
-        return sorted(every, key=lambda pending: pending.number)
+        every.sort(key=_number)
+        return every
+
+    def take_all(self) -> list[Pending]:
+        """Remove and return every copy, in the order recorded."""
+        every = self.all()
+        self._storages.clear()
+        return every
 
     def remove(self, done: Pending) -> None:
         storage = self._storages[done.key]

@@ -28,25 +28,29 @@ from streamer.errors import LoadError
 from streamer.fetch.dtypes import torch_dtype, torch_shape
 from streamer.trace.copies import Copies
 from streamer.trace.deferral import infer_on_meta, meta_of, snapshot
+from streamer.trace.layout import Layout, Views, alias_of
 from streamer.trace.lazy import (
     Base,
     DeferredBase,
     FileBase,
     LazyTensor,
     describe_base,
+    find_lazies,
+    lazy_view,
     map_lazies,
     walk,
 )
 from streamer.trace.ops import Kind, kind_of, written_arguments
 from streamer.trace.pending import storage_key
 from streamer.trace.storages import ModelStorages
-from streamer.trace.values import Fill, Values, alias_of
+from streamer.trace.values import Fill, Values
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
 
 __all__ = ["Tracer"]
 
+_CPU = torch.device("cpu")
 _UNSUPPORTED_WRITES = frozenset({"aten::set_", "aten::resize_", "aten::resize_as_"})
 
 
@@ -76,6 +80,7 @@ class Tracer:
             storages, self.values, batch_bytes=batch_bytes, dry_run=dry_run, keep_completed=keep_completed
         )
         self.bases: dict[str, FileBase] = {}
+        self._layouts: dict[tuple[torch.dtype, tuple[int, ...]], Layout] = {}
 
     # -- making lazy tensors -------------------------------------------------------------------------
 
@@ -85,12 +90,32 @@ class Tracer:
         Raises:
             UnsupportedCheckpointError: torch has no dtype for it.
         """
-        root = torch.empty(torch_shape(info), dtype=torch_dtype(info), device="meta")
-        base = FileBase(self, root, info)
-        self.bases[info.name] = base
-        return LazyTensor(base, root, torch.device("cpu"))
+        key = torch_dtype(info), torch_shape(info)
+        layout = self._layouts.get(key)
+        if layout is None:
+            layout = self._layouts[key] = Layout(torch.empty(key[1], dtype=key[0], device="meta"))
+        base = self.bases[info.name] = FileBase(self, layout, info)
+        return lazy_view(base, layout, _CPU)
 
     # -- operations on lazy tensors ------------------------------------------------------------------
+
+    def view(self, func: OpOverload, args: tuple[Any, ...]) -> Any:
+        """Do `func`, a view op whose first argument is lazy. The same as `dispatch`, and quick when seen before."""
+        lazy: LazyTensor = args[0]
+        if lazy.lazy_base.owned is None:
+            views = lazy.lazy_layout.recall(func, args[1:])
+            if views is not None:
+                lazy.lazy_base.looked_at = True
+                return _views_of(lazy, views)
+        return self.dispatch(func, args, {}, find_lazies(args, {}))
+
+    def copy(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do `func`, a copy from a lazy tensor to another. The same as `dispatch`, and quicker."""
+        source: LazyTensor = args[1]
+        if source.lazy_base.owned is None:
+            source.lazy_base.looked_at = True
+            return self.copies.record(args[0], source)
+        return self.dispatch(func, args, kwargs, find_lazies(args, kwargs))
 
     def dispatch(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], lazies: list[LazyTensor]
@@ -103,8 +128,7 @@ class Tracer:
             )
         owned = {}
         for lazy in lazies:
-            if isinstance(lazy.lazy_base, FileBase):
-                lazy.lazy_base.looked_at = True
+            lazy.lazy_base.looked_at = True
             if lazy.lazy_base.owned is not None:
                 owned[id(lazy)] = lazy
         if owned:
@@ -120,7 +144,7 @@ class Tracer:
         owned: dict[int, LazyTensor],
     ) -> Any:
         """Tensors with memory of their own take part as what they are: nothing about them is deferred."""
-        real = {number: alias_of(_owned(lazy), lazy.lazy_meta) for number, lazy in owned.items()}
+        real = {number: alias_of(_owned(lazy), lazy.lazy_layout) for number, lazy in owned.items()}
 
         def replace(lazy: LazyTensor) -> torch.Tensor:
             return real.get(id(lazy), lazy)
@@ -143,7 +167,9 @@ class Tracer:
         if kind is Kind.COPY and not isinstance(args[0], LazyTensor):
             return self.copies.record(args[0], args[1])
         if kind is Kind.VIEW and len(lazies) == 1 and args and args[0] is lazies[0]:
-            return self._view(func, lazies[0], args, kwargs)
+            views = self._view(func, lazies[0], args, kwargs)
+            if views is not None:
+                return views
         if kind is Kind.SHAPE_ONLY:
             if any(argument.name == "device" for argument in func._schema.arguments):
                 kwargs = {**kwargs, "device": kwargs.get("device") or lazies[0].device}
@@ -158,10 +184,10 @@ class Tracer:
         return func(*map_lazies(args, values), **map_lazies(kwargs, values))
 
     def _view(self, func: OpOverload, lazy: LazyTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return views, or None when they look at values in another way than layouts can say, such as conjugated."""
         result = func(lazy.lazy_meta, *args[1:], **kwargs)
-        if isinstance(result, torch.Tensor):
-            return LazyTensor(lazy.lazy_base, result, lazy.device)
-        return type(result)(LazyTensor(lazy.lazy_base, meta, lazy.device) for meta in result)
+        views = lazy.lazy_layout.learn(func, None if kwargs else args[1:], result)
+        return None if views is None else _views_of(lazy, views)
 
     def _defer(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], lazies: list[LazyTensor]
@@ -205,9 +231,9 @@ class Tracer:
         """Return a real tensor whose memory `lazy` reads from now on, so that writes to it are seen."""
         base = lazy.lazy_base
         if base.owned is None:
-            self.values.note(why, [LazyTensor(base, base.root, lazy.device)])
+            self.values.note(why, [lazy_view(base, base.layout, lazy.device)])
             self._own(base)
-        return alias_of(_owned(lazy), lazy.lazy_meta)
+        return alias_of(_owned(lazy), lazy.lazy_layout)
 
     def _own(self, base: Base) -> None:
         involved = [copy for copy in self.copies.pending.all() if base in walk(copy.source.lazy_base)]
@@ -215,7 +241,7 @@ class Tracer:
         for result in base.dependents():
             if result.owned is None:
                 self._own(result)
-        whole = LazyTensor(base, base.root, torch.device("cpu"))
+        whole = lazy_view(base, base.layout, _CPU)
         base.owned = self.values.evaluate([whole])[0]
 
     def close(self) -> None:
@@ -226,6 +252,14 @@ class Tracer:
         """
         self.values.close()
         self.copies.close()
+
+
+def _views_of(lazy: LazyTensor, views: Views) -> Any:
+    base, device = lazy.lazy_base, lazy.device
+    if isinstance(views, Layout):
+        return lazy_view(base, views, device)
+    sequence, layouts = views
+    return sequence(lazy_view(base, layout, device) for layout in layouts)
 
 
 def _owned(lazy: LazyTensor) -> torch.Tensor:

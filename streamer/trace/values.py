@@ -12,6 +12,7 @@ from streamer.errors import LeakedLazyTensorError, LoadError
 from streamer.fetch.fill import CopyJob
 from streamer.plan.geometry import View, sort_dims
 from streamer.report import ForcedRead
+from streamer.trace.layout import alias_of
 from streamer.trace.lazy import (
     Base,
     DeferredBase,
@@ -20,11 +21,10 @@ from streamer.trace.lazy import (
     describe_base,
     file_names,
     map_lazies,
-    view_of,
     walk,
 )
 
-__all__ = ["Fill", "Values", "alias_of", "job_for", "leaves_of", "mark_used"]
+__all__ = ["Fill", "Values", "job_for", "leaves_of", "mark_used"]
 
 #: Fetches and places the bytes of copy jobs; returns when they are there.
 Fill = Callable[[Sequence[CopyJob]], object]
@@ -65,7 +65,7 @@ class Values:
 
     def note(self, why: str, lazies: Sequence[LazyTensor]) -> None:
         """Record that `why` needs the bytes of `lazies` at once, if there are any to fetch."""
-        nbytes = sum(view_of(leaf.lazy_meta).nbytes for leaf in leaves_of(lazies))
+        nbytes = sum(leaf.lazy_layout.view().nbytes for leaf in leaves_of(lazies))
         if nbytes:
             self.materialised.append(ForcedRead(why, file_names(lazies), nbytes))
 
@@ -115,7 +115,7 @@ class Values:
     ) -> torch.Tensor:
         base = lazy.lazy_base
         if base.owned is not None:
-            return alias_of(base.owned, lazy.lazy_meta)
+            return alias_of(base.owned, lazy.lazy_layout)
         if not isinstance(base, DeferredBase):
             return fetched[id(lazy)]
         if id(base) not in roots:
@@ -125,7 +125,7 @@ class Values:
 
             result = base.func(*map_lazies(base.args, value), **map_lazies(base.kwargs, value))
             roots[id(base)] = _conform(result, base)
-        return alias_of(roots[id(base)], lazy.lazy_meta)
+        return alias_of(roots[id(base)], lazy.lazy_layout)
 
 
 def leaves_of(lazies: Sequence[LazyTensor]) -> list[LazyTensor]:
@@ -148,6 +148,9 @@ def leaves_of(lazies: Sequence[LazyTensor]) -> list[LazyTensor]:
 
 
 def mark_used(base: Base) -> None:
+    if isinstance(base, FileBase):
+        base.used = True
+        return
     for reached in walk(base):
         if isinstance(reached, FileBase):
             reached.used = True
@@ -158,7 +161,7 @@ def job_for(source: LazyTensor, destination: torch.Tensor) -> CopyJob | None:
     base = source.lazy_base
     if base.owned is not None or not isinstance(base, FileBase):
         return None
-    view = view_of(source.lazy_meta, base.info.start)
+    view = source.lazy_layout.view(base.info.start)
     if not sort_dims(view)[0].is_ordered:
         return None
     return CopyJob(destination, base.info.file, view, base.info.start, source.dtype)
@@ -168,28 +171,20 @@ def _covering(source: LazyTensor) -> tuple[CopyJob, torch.Tensor]:
     """For views whose elements overlap: fetch the covering bytes, and view them as `source` does."""
     base = source.lazy_base
     assert isinstance(base, FileBase)
-    view = view_of(source.lazy_meta, base.info.start)
+    view = source.lazy_layout.view(base.info.start)
     length = view.end - view.offset
     raw = torch.empty(length, dtype=torch.uint8)
     job = CopyJob(raw, base.info.file, View(view.offset, 1, (length,), (1,)), base.info.start, torch.uint8)
-    value = raw.view(source.dtype).as_strided(source.size(), source.lazy_meta.stride())
+    value = raw.view(source.dtype).as_strided(source.shape, source.lazy_layout.strides)
     return job, value
-
-
-def alias_of(root: torch.Tensor, meta: torch.Tensor) -> torch.Tensor:
-    """View a real root as `meta` views its base."""
-    if root.dtype == meta.dtype:
-        return root.as_strided(meta.size(), meta.stride(), meta.storage_offset())
-    alias = torch.empty(0, dtype=meta.dtype, device=root.device)
-    return alias.set_(root.untyped_storage(), meta.storage_offset(), meta.size(), meta.stride())
 
 
 def _conform(result: Any, base: DeferredBase) -> torch.Tensor:
     """Give a computed result the layout that views of it were derived from."""
-    root = base.root
-    if not isinstance(result, torch.Tensor) or result.shape != root.shape or result.dtype != root.dtype:
+    wanted = base.layout
+    if not isinstance(result, torch.Tensor) or result.shape != wanted.shape or result.dtype != wanted.dtype:
         raise LoadError(f"{describe_base(base)} gave another shape or dtype than expected", hint="load with mode=eager")
-    if result.stride() == root.stride() and not result.storage_offset():
+    if result.stride() == wanted.strides and not result.storage_offset():
         return result
-    laid_out = torch.empty_strided(root.size(), root.stride(), dtype=root.dtype, device=result.device)
+    laid_out = torch.empty_strided(wanted.shape, wanted.strides, dtype=wanted.dtype, device=result.device)
     return laid_out.copy_(result)

@@ -6,7 +6,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from streamer.plan.geometry import View, disjoint
-from streamer.trace.lazy import view_of
+from streamer.trace.layout import view_of
 from streamer.trace.pending import storage_key, storage_of
 
 __all__ = ["WriteLog"]
@@ -23,8 +23,10 @@ class WriteLog:
 
     def note(self, tensor: torch.Tensor) -> int:
         """Remember that `tensor`'s bytes get values; return a number that grows with every call."""
-        window = view_of(tensor)
-        key = storage_key(tensor)
+        return self.note_window(tensor, storage_key(tensor), view_of(tensor))
+
+    def note_window(self, tensor: torch.Tensor, key: int, window: View) -> int:
+        """`note`, for who knows the tensor's storage and window already."""
         writes = self._writes.get(key)
         if writes is None:
             writes = self._writes[key] = []
