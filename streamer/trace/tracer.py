@@ -51,7 +51,6 @@ if TYPE_CHECKING:
 __all__ = ["Tracer"]
 
 _CPU = torch.device("cpu")
-_UNSUPPORTED_WRITES = frozenset({"aten::set_", "aten::resize_", "aten::resize_as_"})
 
 
 class Tracer:
@@ -121,7 +120,10 @@ class Tracer:
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], lazies: list[LazyTensor]
     ) -> Any:
         """Do `func`, some of whose arguments are lazy, now or later."""
-        if func._schema.name in _UNSUPPORTED_WRITES and isinstance(args[0], LazyTensor):
+        # A lazy tensor cannot change its own shape: `t_`, `unsqueeze_`, `resize_` and the like.
+        if torch.Tag.inplace_view in func.tags and isinstance(args[0], LazyTensor):
+            if func._schema.name == "aten::detach_":
+                return args[0]
             raise LoadError(
                 f"the model code calls {func._schema.name} on checkpoint tensor {describe_base(args[0].lazy_base)}",
                 hint="load with mode=eager",

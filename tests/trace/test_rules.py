@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from streamer.trace.barrier import tracing
 from streamer.trace.lazy import LazyTensor
 from streamer.trace.storages import ModelStorages
 from streamer.trace.tracer import Tracer
-from tests.trace.loading import Model, load_all_ways, source_of
+from tests.trace.loading import Model, Weights, load_all_ways, source_of
 
 STATE = {name: torch.arange(48.0).reshape(8, 6) + 100 * n for n, name in enumerate("abcd")} | {"v": torch.arange(6.0)}
 
@@ -470,13 +471,40 @@ def test_compiled_code_inside_load_weights() -> None:
     load_all_ways(loader, {"w": (8, 6), "x": (8, 6)}, STATE)
 
 
-def test_set_and_resize_of_a_checkpoint_tensor_are_refused() -> None:
-    def loader(model: Any, weights: Any) -> None:
-        for _, tensor in weights:
-            tensor.resize_(3)
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tensor: tensor.resize_(3),
+        lambda tensor: tensor.set_(torch.zeros(1)),
+        lambda tensor: tensor.t_(),
+        lambda tensor: tensor.unsqueeze_(0),
+        lambda tensor: tensor.squeeze_(),
+        lambda tensor: tensor.swapdims_(0, 1),
+        lambda tensor: tensor.add_(1).transpose_(0, 1),
+    ],
+    ids=["resize_", "set_", "t_", "unsqueeze_", "squeeze_", "swapdims_", "transpose_ of its own"],
+)
+def test_changes_of_a_checkpoint_tensors_own_shape_are_refused(change: Callable[[torch.Tensor], object]) -> None:
+    """The tensor would keep its shape, and the copy that follows take the wrong elements."""
 
-    with pytest.raises(LoadError, match="resize_.*mode=eager"):
-        streamer.load(Model(loader, {"w": (1,)}), source_of(STATE))
+    def loader(model: torch.nn.Module, weights: Weights) -> None:
+        for _, tensor in weights:
+            change(tensor)
+
+    model = Model(loader, {"w": (2, 3)})
+    with pytest.raises(LoadError, match="_ on checkpoint tensor w.*mode=eager"):
+        streamer.load(model, source_of({"w": torch.ones(2, 3)}), {"strict": False})
+
+
+def test_detaching_in_place_changes_nothing() -> None:
+    def loader(model: torch.nn.Module, weights: Weights) -> None:
+        for name, tensor in weights:
+            getattr(model, name).copy_(tensor.detach_())
+
+    model = Model(loader, {"w": (2, 3)})
+    report = streamer.load(model, source_of({"w": torch.arange(6.0).reshape(2, 3)}))
+    assert torch.equal(model.w, torch.arange(6.0).reshape(2, 3))
+    assert report.materialised == ()
 
 
 def test_errors_of_the_model_code_pass_and_release_everything() -> None:
