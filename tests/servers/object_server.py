@@ -16,7 +16,6 @@ import os
 import socket
 import ssl
 import struct
-import sys
 import threading
 import time
 from collections import Counter
@@ -26,6 +25,7 @@ from pathlib import Path
 from urllib.parse import quote
 from xml.sax.saxutils import escape
 
+from tests.servers.command import answer
 from tests.servers.messages import REASONS, Fault, Request, Response, Stored, error_response, parse_request
 
 __all__ = ["Counters", "Fault", "ObjectServer", "Request", "Response", "Stored", "error_response"]
@@ -38,6 +38,7 @@ class Counters:
     open_connections: int = 0
     most_open_connections: int = 0
     body_bytes: int = 0
+    answering: int = 0
     ranges: list[tuple[str, int, int]] = field(default_factory=list)
     authorization: list[str] = field(default_factory=list)
 
@@ -194,7 +195,12 @@ class ObjectServer:
             if kind == "GET":
                 self.counters.ranges.append((request.key, response.start, response.start + response.count))
             response = self._apply_faults(kind, request, response)
-        return self._send(stream, request, response)
+            self.counters.answering += 1
+        try:
+            return self._send(stream, request, response)
+        finally:
+            with self._lock:
+                self.counters.answering -= 1
 
     def _apply_faults(self, kind: str, request: Request, response: Response) -> Response:
         for fault in self.faults:
@@ -281,6 +287,7 @@ class ObjectServer:
         if wanted is not None and wanted != stored.etag:
             return error_response(412, "PreconditionFailed", "At least one of the preconditions failed")
         headers = {"ETag": stored.etag, "Accept-Ranges": "bytes", "x-amz-request-id": "TESTREQUEST"}
+        headers["Last-Modified"] = "Thu, 01 Jan 2026 00:00:00 GMT"
         start, end = 0, stored.size
         given = request.headers.get("range")
         if given is None:
@@ -364,9 +371,7 @@ def main() -> None:
         bytes_per_second=options.bytes_per_second,
         tls=tls,
     )
-    print(server.url, flush=True)
-    sys.stdin.read()  # until whoever started us goes away
-    server.close()
+    answer(server)
 
 
 if __name__ == "__main__":
