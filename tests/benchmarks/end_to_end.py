@@ -15,31 +15,25 @@ that loads a small checkpoint (imports and client set-up are paid there). Rows:
 from __future__ import annotations
 
 import argparse
-import asyncio
-import ctypes
 import json
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.benchmarks.clients import CONCURRENCY, RANGE_BYTES, aiobotocore, bare, flat_row
+from tests.benchmarks.processes import emit, measure, object_server, run_row
 from tests.benchmarks.rig import (
     GIB,
     RESULTS,
-    emit,
     environment,
     llama_config,
-    measure,
     medians,
-    object_server,
     ratio,
-    run_row,
     save,
     write_checkpoint,
 )
 
-RANGE_BYTES = 8 << 20
-CONCURRENCY = 16
 LAYERS = 44  # 6 GiB; the machine needs three times that, most of it for checking the result
 
 
@@ -54,9 +48,8 @@ ROWS = ["s3stream", "s3stream, rank 1 of 2", "bare protocol", "aiobotocore read(
 
 def streamer_row(arguments: dict[str, Any], *, transport: str = "native", rank: int = 0, size: int = 1) -> None:
     import streamer
-    from streamer.reference.config import LlamaConfig
-    from streamer.reference.engine import build_llama
     from streamer.reference.parallel import Parallel
+    from tests.benchmarks.models import build, check
 
     options = {
         "endpoint_url": arguments["endpoint"],
@@ -65,16 +58,9 @@ def streamer_row(arguments: dict[str, Any], *, transport: str = "native", rank: 
         "request_bytes": RANGE_BYTES,
         **arguments.get("options", {}),
     }
-
-    def model_of(config: dict[str, Any]) -> Any:
-        model = build_llama(LlamaConfig.from_dict(config), Parallel(rank, size), load_device="cpu")
-        model.load_weights([])  # gives the parameters their memory
-        for parameter in model.parameters():
-            parameter.fill_(1)
-        return model
-
-    streamer.load(model_of(SMALL), "s3://bench/small", options)
-    model = model_of(arguments["config"])
+    parallel = Parallel(rank, size)
+    streamer.load(build(SMALL, parallel), "s3://bench/small", options)
+    model = build(arguments["config"], parallel)
     reports = []
 
     def work() -> int:
@@ -83,7 +69,7 @@ def streamer_row(arguments: dict[str, Any], *, transport: str = "native", rank: 
 
     sample = measure(work)
     report = reports[0]
-    _verify(model, Path(arguments["file"]), rank, size)
+    check(model, Path(arguments["file"]), parallel)
     emit(
         sample,
         requests=report.requests,
@@ -94,133 +80,15 @@ def streamer_row(arguments: dict[str, Any], *, transport: str = "native", rank: 
     )
 
 
-def _verify(model: Any, file: Path, rank: int, size: int) -> None:
-    """Compare every parameter with the file, read by safetensors itself."""
-    import torch
-    from safetensors import safe_open
-
-    from streamer.reference.engine import build_llama
-    from streamer.reference.parallel import Parallel
-
-    expected = build_llama(model.config, Parallel(rank, size), load_device="cpu")
-    with safe_open(file, "pt") as opened:
-        expected.load_weights((name, opened.get_tensor(name)) for name in opened.keys())  # noqa: SIM118
-    for (name, ours), (_, theirs) in zip(model.named_parameters(), expected.named_parameters(), strict=True):
-        assert torch.equal(ours.view(torch.int16), theirs.view(torch.int16)), f"{name} is wrong"
-
-
-def _destination(size: int) -> memoryview:
-    buffer = (ctypes.c_char * size)()
-    ctypes.memset(buffer, 1, size)
-    return memoryview(buffer).cast("B")
-
-
-def aiobotocore_row(arguments: dict[str, Any]) -> None:
-    from aiobotocore.config import AioConfig
-    from aiobotocore.session import get_session
-
-    async def read_all(key: str, size: int, target: memoryview) -> int:
-        config = AioConfig(max_pool_connections=CONCURRENCY, signature_version="s3v4")
-        async with get_session().create_client("s3", endpoint_url=arguments["endpoint"], config=config) as client:
-            gate = asyncio.Semaphore(CONCURRENCY)
-
-            async def one(start: int) -> None:
-                end = min(size, start + RANGE_BYTES)
-                async with gate:
-                    response = await client.get_object(Bucket="bench", Key=key, Range=f"bytes={start}-{end - 1}")
-                    async with response["Body"] as body:
-                        target[start:end] = await body.read()
-
-            await asyncio.gather(*(one(start) for start in range(0, size, RANGE_BYTES)))
-        return size
-
-    _flat_row(arguments, read_all)
-
-
-def bare_row(arguments: dict[str, Any]) -> None:
-    host, _, port = arguments["endpoint"].removeprefix("http://").partition(":")
-
-    async def read_all(key: str, size: int, target: memoryview) -> int:
-        loop = asyncio.get_running_loop()
-        starts = iter(range(0, size, RANGE_BYTES))
-
-        async def work() -> None:
-            _, protocol = await loop.create_connection(BareProtocol, host, int(port))
-            for start in starts:
-                end = min(size, start + RANGE_BYTES)
-                await protocol.get(f"/bench/{key}", start, target[start:end])
-            protocol.transport.close()
-
-        await asyncio.gather(*(work() for _ in range(CONCURRENCY)))
-        return size
-
-    _flat_row(arguments, read_all)
-
-
-class BareProtocol(asyncio.BufferedProtocol):
-    """The least that receives a ranged GET into memory: no checks, no retries, no timeouts."""
-
-    transport: asyncio.Transport
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
-        self._scratch = memoryview(bytearray(16384))
-        self._target: memoryview | None = None
-        self._head = b""
-        self._in_body = False
-
-    async def get(self, path: str, start: int, target: memoryview) -> None:
-        self._done = asyncio.get_running_loop().create_future()
-        self._target, self._head, self._in_body = target, b"", False
-        end = start + len(target) - 1
-        self.transport.write(f"GET {path} HTTP/1.1\r\nHost: x\r\nRange: bytes={start}-{end}\r\n\r\n".encode())
-        await self._done
-
-    def get_buffer(self, sizehint: int) -> memoryview:
-        return self._target if self._in_body and self._target is not None else self._scratch
-
-    def buffer_updated(self, nbytes: int) -> None:
-        assert self._target is not None
-        if self._in_body:
-            self._target = self._target[nbytes:]
-        else:
-            self._head += bytes(self._scratch[:nbytes])
-            end = self._head.find(b"\r\n\r\n")
-            if end < 0:
-                return
-            assert self._head.startswith(b"HTTP/1.1 206")
-            rest = self._head[end + 4 :]
-            self._target[: len(rest)] = rest
-            self._target, self._in_body = self._target[len(rest) :], True
-        if not len(self._target):
-            self._in_body = False
-            self._done.set_result(None)
-
-
-def _flat_row(arguments: dict[str, Any], read_all: Callable[[str, int, memoryview], Any]) -> None:
-    """Measure a client that reads the whole file into flat memory, and compare it with the file."""
-    small = Path(arguments["file"]).parent.parent / "small" / "model.safetensors"
-    asyncio.run(read_all("small/model.safetensors", small.stat().st_size, _destination(small.stat().st_size)))
-    file = Path(arguments["file"])
-    size = file.stat().st_size
-    target = _destination(size)
-    sample = measure(lambda: asyncio.run(read_all("large/model.safetensors", size, target)))
-    with file.open("rb") as opened:
-        for start in range(0, size, 64 << 20):
-            assert opened.read(64 << 20) == target[start : start + (64 << 20)], f"wrong bytes after {start}"
-    emit(sample)
-
-
 def run(rounds: int, layers: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="s3stream-bench-") as folder:
         root = Path(folder)
         nbytes = write_checkpoint(root / "bench" / "large", large_config(layers))
         write_checkpoint(root / "bench" / "small", SMALL)
         results: list[dict[str, dict[str, Any]]] = []
-        with object_server(root) as endpoint:
+        with object_server(root) as server:
             file = str(root / "bench" / "large" / "model.safetensors")
-            arguments = {"endpoint": endpoint, "config": large_config(layers), "file": file}
+            arguments = {"endpoint": server.endpoint, "config": large_config(layers), "file": file}
             for number in range(rounds):
                 order = ROWS if number % 2 == 0 else ROWS[::-1]
                 results.append({row: run_row("tests.benchmarks.end_to_end", row, arguments) for row in order})
@@ -253,8 +121,8 @@ def main() -> None:
     rows: dict[str, Callable[[dict[str, Any]], None]] = {
         "s3stream": streamer_row,
         "s3stream, rank 1 of 2": lambda arguments: streamer_row(arguments, rank=1, size=2),
-        "bare protocol": bare_row,
-        "aiobotocore read()": aiobotocore_row,
+        "bare protocol": lambda arguments: flat_row(arguments, bare),
+        "aiobotocore read()": lambda arguments: flat_row(arguments, aiobotocore),
         "s3stream, transport=sdk": lambda arguments: streamer_row(arguments, transport="sdk"),
     }
     if options.row:

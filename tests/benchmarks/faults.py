@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from tests.benchmarks.end_to_end import SMALL, large_config, streamer_row
-from tests.benchmarks.rig import RESULTS, environment, medians, object_server, ratio, run_row, save, write_checkpoint
+from tests.benchmarks.processes import STORES, object_server, run_row, store_options
+from tests.benchmarks.rig import RESULTS, environment, medians, ratio, save, write_checkpoint
 
 ROWS = ["in good health", "with faults"]
 FAULT_RATE = 0.1
-STORE = {"first_byte_seconds": 0.03, "bytes_per_second": 90e6}
 LAYERS = 2
 RANGE_BYTES = 2 << 20
 OPTIONS = {"request_bytes": RANGE_BYTES, "idle_timeout_seconds": 1.0, "min_rate_bytes_per_second": 50_000}
@@ -37,10 +37,10 @@ def run(rounds: int, layers: int) -> dict[str, Any]:
         for number in range(rounds):
             found: dict[str, dict[str, Any]] = {}
             for row in ROWS if number % 2 == 0 else ROWS[::-1]:
-                store = [f"--{name.replace('_', '-')}={value}" for name, value in STORE.items()]
                 faults = ["--rate", str(FAULT_RATE if row == "with faults" else 0.0), "--seed", str(number)]
-                with object_server(root, *store, *faults, module="tests.servers.faults") as endpoint:
-                    arguments = {"endpoint": endpoint, "config": large_config(layers), "file": file, "options": OPTIONS}
+                with object_server(root, *store_options("s3like"), *faults, module="tests.servers.faults") as server:
+                    where = {"endpoint": server.endpoint, "file": file}
+                    arguments = {**where, "config": large_config(layers), "options": OPTIONS}
                     found[row] = run_row("tests.benchmarks.faults", row, arguments)
             results.append(found)
             print(f"round {number + 1} of {rounds} done", flush=True)
@@ -49,7 +49,7 @@ def run(rounds: int, layers: int) -> dict[str, Any]:
         "environment": environment(),
         "checkpoint_bytes": nbytes,
         "fault_rate": FAULT_RATE,
-        "store": STORE,
+        "store": STORES["s3like"],
         "options": OPTIONS,
         "median_wall_seconds": {row: round(medians(results, row, "wall_seconds"), 3) for row in ROWS},
         "median_retries": {row: medians(results, row, "retries") for row in ROWS},

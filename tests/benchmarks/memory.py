@@ -20,17 +20,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.rig import (
-    emit,
-    environment,
-    llama_config,
-    llama_shapes,
-    measure,
-    object_server,
-    run_row,
-    save,
-    write_checkpoint,
-)
+from tests.benchmarks.processes import emit, measure, object_server, run_row
+from tests.benchmarks.rig import environment, llama_config, llama_shapes, save, write_checkpoint
 
 MIB = 1 << 20
 CONFIG = llama_config(layers=6, hidden=2048, wide=8192, heads=16, kv_heads=4, vocabulary=128000)
@@ -50,9 +41,8 @@ ROWS: dict[str, dict[str, Any]] = {
 
 def run_one(arguments: dict[str, Any]) -> None:
     import streamer
-    from streamer.reference.config import LlamaConfig
-    from streamer.reference.engine import build_llama
     from streamer.reference.parallel import Parallel
+    from tests.benchmarks.models import build
 
     config = {**CONFIG, "torch_dtype": arguments.get("dtype", "bfloat16")}
     options = {
@@ -60,14 +50,9 @@ def run_one(arguments: dict[str, Any]) -> None:
         "buffer_bytes": arguments.get("buffer_bytes", CAP_BYTES),
         "mode": arguments.get("mode", "trace"),
     }
-    parallel = Parallel(arguments.get("rank", 0), arguments.get("size", 1))
-    model = build_llama(LlamaConfig.from_dict(config), parallel, load_device="cpu")
-    model.load_weights([])
-    for parameter in model.parameters():
-        parameter.fill_(1)
+    model = build(config, Parallel(arguments.get("rank", 0), arguments.get("size", 1)))
     # Imports and the S3 client's own memory, which is not about the size of the model.
-    warm_up = {**SMALL, "torch_dtype": config["torch_dtype"]}
-    small = build_llama(LlamaConfig.from_dict(warm_up), Parallel(), load_device="cpu")
+    small = build({**SMALL, "torch_dtype": config["torch_dtype"]}, Parallel())
     streamer.load(small, "s3://bench/small", options)
     del small
     reports = []
@@ -85,9 +70,9 @@ def run() -> dict[str, Any]:
         root = Path(folder)
         nbytes = write_checkpoint(root / "bench" / "large", CONFIG)
         write_checkpoint(root / "bench" / "small", SMALL)
-        with object_server(root) as endpoint:
+        with object_server(root) as server:
             rows = {
-                row: run_row("tests.benchmarks.memory", row, {"endpoint": endpoint, **arguments})
+                row: run_row("tests.benchmarks.memory", row, {"endpoint": server.endpoint, **arguments})
                 for row, arguments in ROWS.items()
             }
     return {

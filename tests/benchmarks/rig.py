@@ -1,23 +1,16 @@
-"""What benchmarks share: a checkpoint, a server in another process, one measured process per row."""
+"""What benchmarks share: a checkpoint to load, and what becomes of the measurements."""
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import json
 import os
 import platform
-import resource
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent.parent
 RESULTS = Path(__file__).parent / "results"
 GIB = 1 << 30
 
@@ -75,105 +68,6 @@ def write_checkpoint(folder: Path, config: Mapping[str, Any]) -> int:
     return position
 
 
-@contextlib.contextmanager
-def object_server(root: Path, *options: str, module: str = "tests.servers.object_server") -> Iterator[str]:
-    """Our object server in a process of its own, on processor 0 where there are two."""
-    command = [sys.executable, "-m", module, str(root), *options]
-    process = subprocess.Popen(
-        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, preexec_fn=_pin(0)
-    )
-    assert process.stdout is not None
-    assert process.stdin is not None
-    try:
-        yield process.stdout.readline().strip()
-    finally:
-        process.stdin.close()
-        process.wait(10)
-        process.stdout.close()
-
-
-def _pin(processor: int) -> Callable[[], None]:
-    available = sorted(os.sched_getaffinity(0))
-
-    def pin() -> None:
-        if len(available) > 1:
-            os.sched_setaffinity(0, {available[processor]})
-
-    return pin
-
-
-@dataclass
-class Sample:
-    """One measured run."""
-
-    cpu_seconds: float
-    wall_seconds: float
-    nbytes: int
-    peak_extra_bytes: int
-
-    @property
-    def cpu_per_gib(self) -> float:
-        return self.cpu_seconds / (self.nbytes / GIB)
-
-
-def reset_peak_memory() -> None:
-    """Make VmHWM start anew at the present size (man 5 proc_pid_clear_refs)."""
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def memory(field: str) -> int:
-    """Bytes of ``VmRSS`` or ``VmHWM`` of this process."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) << 10
-    raise RuntimeError(f"no {field} in /proc/self/status")
-
-
-def measure(work: Callable[[], int]) -> Sample:
-    """Run `work`, which returns the bytes it moved, in this process; destinations are touched beforehand.
-
-    The warm-up's garbage is collected first: otherwise a full collection of torch's heap, 0.2 s, falls
-    into every second measurement by chance.
-    """
-    gc.collect()
-    before = memory("VmRSS")
-    reset_peak_memory()
-    usage, clock = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
-    nbytes = work()
-    wall, after = time.perf_counter() - clock, resource.getrusage(resource.RUSAGE_SELF)
-    cpu = after.ru_utime + after.ru_stime - usage.ru_utime - usage.ru_stime
-    return Sample(cpu, wall, nbytes, memory("VmHWM") - before)
-
-
-def run_row(module: str, row: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Run one row of a benchmark in a process of its own, on processor 1; return its JSON."""
-    environ = {
-        **os.environ,
-        "AWS_ACCESS_KEY_ID": "bench",
-        "AWS_SECRET_ACCESS_KEY": "bench",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_EC2_METADATA_DISABLED": "true",
-        "OMP_NUM_THREADS": "1",
-        "NO_PROXY": "127.0.0.1",
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", module, "--row", row, "--arguments", json.dumps(dict(arguments))],
-        cwd=ROOT,
-        env=environ,
-        capture_output=True,
-        text=True,
-        preexec_fn=_pin(-1),
-    )
-    if done.returncode:
-        raise RuntimeError(f"row {row} failed:\n{done.stderr[-3000:]}")
-    document: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return document
-
-
-def emit(sample: Sample, **more: Any) -> None:
-    print(json.dumps({**asdict(sample), "cpu_per_gib": sample.cpu_per_gib, **more}))
-
-
 def medians(rounds: Sequence[Mapping[str, Mapping[str, Any]]], row: str, field: str) -> float:
     return float(statistics.median(one[row][field] for one in rounds))
 
@@ -188,9 +82,13 @@ def ratio(rounds: Sequence[Mapping[str, Mapping[str, Any]]], row: str, other: st
     }
 
 
-def environment() -> dict[str, Any]:
-    import torch
+def spread(found: Mapping[str, float]) -> str:
+    """Write a `ratio` for a table."""
+    return f"{found['median']:.2f} ({found['min']:.2f}-{found['max']:.2f})"
 
+
+def environment(*packages: str) -> dict[str, Any]:
+    """Return what the figures depend on, with the versions of `packages`."""
     model = next(
         (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
         platform.machine(),
@@ -203,8 +101,8 @@ def environment() -> dict[str, Any]:
         "processors": os.cpu_count(),
         "python": platform.python_version(),
         "kernel": platform.release(),
-        "torch": torch.__version__,
-        "aiobotocore": version("aiobotocore"),
+        "torch": version("torch"),
+        **{package: version(package) for package in ("aiobotocore", *packages)},
         "load_average": [round(value, 2) for value in os.getloadavg()],
     }
 

@@ -13,7 +13,6 @@ import argparse
 import functools
 import random
 import ssl
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -30,6 +29,7 @@ from streamer.errors import (
     SourceUnavailableError,
     StreamError,
 )
+from tests.servers.command import answer
 from tests.servers.object_server import Fault, ObjectServer, Request, Response, error_response
 
 __all__ = ["BY_NAME", "CATALOGUE", "Mixture", "NamedFault", "Where"]
@@ -498,9 +498,7 @@ def main() -> None:
         options.root, first_byte_seconds=options.first_byte_seconds, bytes_per_second=options.bytes_per_second
     )
     Mixture(server, [fault for fault in CATALOGUE if fault.is_survivable], rate=options.rate, seed=options.seed)
-    print(server.url, flush=True)
-    sys.stdin.read()  # until whoever started us goes away
-    server.close()
+    answer(server)
 
 
 if __name__ == "__main__":

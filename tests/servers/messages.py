@@ -100,5 +100,7 @@ def parse_request(head: bytes) -> Request:
         name, _, value = line.partition(":")
         headers[name.strip().lower()] = value.strip()
     path, _, query = target.partition("?")
+    if path.startswith(("http://", "https://")):  # servers must take this too: section 3.2.2 of RFC 9112
+        path = path.split("/", 3)[3]
     bucket, _, key = path.lstrip("/").partition("/")
     return Request(method, unquote(bucket), unquote(key), parse_qs(query, keep_blank_values=True), headers, target)

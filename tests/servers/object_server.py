@@ -16,7 +16,6 @@ import os
 import socket
 import ssl
 import struct
-import sys
 import threading
 import time
 from collections import Counter
@@ -27,6 +26,7 @@ from urllib.parse import quote
 from xml.sax.saxutils import escape
 
 from tests.servers.checksums import KeptChecksum, attributes_response
+from tests.servers.command import answer
 from tests.servers.messages import REASONS, Fault, Request, Response, Stored, error_response, parse_request
 
 __all__ = ["Counters", "Fault", "ObjectServer", "Request", "Response", "Stored", "error_response"]
@@ -39,6 +39,7 @@ class Counters:
     open_connections: int = 0
     most_open_connections: int = 0
     body_bytes: int = 0
+    answering: int = 0
     ranges: list[tuple[str, int, int]] = field(default_factory=list)
     authorization: list[str] = field(default_factory=list)
 
@@ -206,7 +207,12 @@ class ObjectServer:
             if kind == "GET":
                 self.counters.ranges.append((request.key, response.start, response.start + response.count))
             response = self._apply_faults(kind, request, response)
-        return self._send(stream, request, response)
+            self.counters.answering += 1
+        try:
+            return self._send(stream, request, response)
+        finally:
+            with self._lock:
+                self.counters.answering -= 1
 
     def _apply_faults(self, kind: str, request: Request, response: Response) -> Response:
         for fault in self.faults:
@@ -302,6 +308,7 @@ class ObjectServer:
             headers["x-amz-version-id"] = stored.version
         if kept is not None and request.headers.get("x-amz-checksum-mode") == "ENABLED":
             headers.update(kept.headers)
+        headers["Last-Modified"] = "Thu, 01 Jan 2026 00:00:00 GMT"
         start, end = 0, stored.size
         given = request.headers.get("range")
         if given is None:
@@ -385,9 +392,7 @@ def main() -> None:
         bytes_per_second=options.bytes_per_second,
         tls=tls,
     )
-    print(server.url, flush=True)
-    sys.stdin.read()  # until whoever started us goes away
-    server.close()
+    answer(server)
 
 
 if __name__ == "__main__":
