@@ -41,7 +41,8 @@ from streamer.sources import open_source
 from streamer.trace.barrier import tracing
 from streamer.trace.storages import ModelStorages
 from streamer.trace.tracer import Tracer
-from tests.benchmarks.rig import RESULTS, environment, run_row, save
+from tests.benchmarks.processes import run_row
+from tests.benchmarks.rig import RESULTS, environment, save
 from tests.sparse import DEEPSEEK_V3, deepseek_v3, write_sparse
 
 LAYOUT, RANK = ParallelLayout(tensor=8), 3
