@@ -161,7 +161,8 @@ class LoadReport:
         peak_buffer_bytes: of staging memory; in eager mode the budget bounds what is fetched ahead.
         verified: what was read again and compared, when `verify` is on.
         sharing: with other ranks; None for a rank that loads on its own.
-        checksums: what was held against stored checksums, with ``integrity=checksums``.
+        checksums: what was held against stored checksums, with ``integrity=checksums``; of all ranks that load
+            together, if there is `sharing`.
     """
 
     url: str

@@ -21,6 +21,7 @@ from streamer.fetch.fill import CopyJob
 from streamer.fetch.headers import OpenedCheckpoint
 from streamer.report import Cast, Checksums, LoadReport, LoadTimes, Verified
 from streamer.share.group import Group
+from streamer.share.settling import settle_checksums
 from streamer.share.sharing import SharedFile, Sharing
 from streamer.sources.base import ObjectInfo, Source
 from streamer.trace.barrier import tracing
@@ -147,7 +148,8 @@ class LoadSession:
         """
         began = time.monotonic()
         beside = self._parts[0].engine if self._parts else None
-        engine = self._stack.enter_context(FetchEngine(source, self.config, beside=beside))
+        shared = self._sharing is not None
+        engine = self._stack.enter_context(FetchEngine(source, self.config, beside=beside, is_shared=shared))
         if self._sharing is not None and beside is None:
             self._stack.callback(self._sharing.close)
         before = dataclasses.replace(source.stats)  # a source may have been used before
@@ -171,7 +173,9 @@ class LoadSession:
         sharing = self._sharing
         if sharing is None:
             return engine.open_checkpoint(only=only)
-        opened = sharing.agree(f"open {engine.source.url}", lambda: engine.open_checkpoint(only=only))
+        # Ranks that do not agree on the integrity would wait for meetings that the others do not come to.
+        purpose = f"open {engine.source.url} with integrity={self.config.integrity}"
+        opened = sharing.agree(purpose, lambda: engine.open_checkpoint(only=only))
         if not sharing.is_first:
             engine.confirm(opened)
         files = zip(opened.items, opened.checkpoint.origins(), strict=True)
@@ -223,11 +227,10 @@ class LoadSession:
         with tracing(self.tracer):
             result = load_weights()
             self._complete_all(is_last=True)
+        self._books.checksums = settle_checksums([part.engine for part in self._parts], self._sharing)
+        if self._sharing is not None:
+            self._sharing.part()
         refuse_leaks(self.model)
-        settled = [found for part in self._parts if (found := part.engine.settle_checksums()) is not None]
-        if settled:
-            files = {url: file for found in settled for url, file in found.files.items()}
-            self._books.checksums = Checksums.of(files)
         if self.config.verify:
             received = self._received()
             self._books.verified = verify_copies(self.tracer, self.model, self._read)

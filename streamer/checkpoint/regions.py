@@ -34,6 +34,10 @@ class Intervals:
         self._starts[first:last] = [start]
         self._ends[first:last] = [end]
 
+    def spans(self) -> list[tuple[int, int]]:
+        """Return the ranges, in order."""
+        return list(zip(self._starts, self._ends, strict=True))
+
     def missing(self, start: int, end: int) -> list[tuple[int, int]]:
         """Return the ranges of ``[start, end)`` that are not in the set, which must lie in it."""
         edges = [start, *(edge for pair in zip(self._starts, self._ends, strict=True) for edge in pair), end]

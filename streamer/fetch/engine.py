@@ -16,6 +16,7 @@ from streamer.fetch.stream import Arrival, Exchange, open_stream
 from streamer.plan.plan import Request, build_plan
 from streamer.report import Checksums
 from streamer.sources.base import ObjectInfo, Source
+from streamer.sources.checksum_book import Readings
 from streamer.sources.checksummed import ChecksummedSource
 from streamer.sources.pinned import confirm
 from streamer.sources.verified import VerifiedSource
@@ -81,17 +82,20 @@ class FetchEngine:
         source: closed on exit.
         config: limits.
         beside: another engine, whose event loop this one uses; it must be closed later.
+        is_shared: other ranks read some of what this load needs.
 
     Attributes:
         request_bytes: largest read.
     """
 
-    def __init__(self, source: Source, config: StreamConfig, *, beside: FetchEngine | None = None) -> None:
+    def __init__(
+        self, source: Source, config: StreamConfig, *, beside: FetchEngine | None = None, is_shared: bool = False
+    ) -> None:
         self.source = source
         if config.integrity == "manifest":
             self.source = VerifiedSource(source)
         elif config.integrity == "checksums":
-            self.source = ChecksummedSource(source, longest_read_bytes=request_bytes_for(config))
+            self.source = ChecksummedSource(source, longest_read_bytes=request_bytes_for(config), is_shared=is_shared)
         self.config = config
         self.times = FillTimes()
         self.request_bytes = request_bytes_for(config)
@@ -136,25 +140,41 @@ class FetchEngine:
         """
         opened = self._loop.run(read_checkpoint(self.source, self.config, only=only, progress=progress))
         if isinstance(self.source, ChecksummedSource):
-            tensors = opened.checkpoint.tensors.values()
-            self.source.expect(((opened.items[info.file], info.start) for info in tensors if info.nbytes), opened.items)
+            self._expect(self.source, opened)
+            opened.stored = self.source.known()
         return opened
 
-    def settle_checksums(self) -> Checksums | None:
+    @staticmethod
+    def _expect(source: ChecksummedSource, opened: OpenedCheckpoint) -> None:
+        tensors = opened.checkpoint.tensors.values()
+        source.expect(((opened.items[info.file], info.start) for info in tensors if info.nbytes), opened.items)
+
+    def readings(self) -> dict[str, Readings]:
+        """Return what was read of files with stored checksums; nothing unless ``integrity=checksums``."""
+        return self.source.readings() if isinstance(self.source, ChecksummedSource) else {}
+
+    def settle_checksums(self, others: Mapping[int, Mapping[str, Readings]] | None = None) -> Checksums | None:
         """Compare what is left to compare, when all has been read. None unless ``integrity=checksums``.
+
+        Args:
+            others: `readings` of the other ranks that load together, by their numbers.
 
         Raises:
             IntegrityError: the bytes that arrived are not those that the store was given.
         """
-        return self._loop.run(self.source.settle()) if isinstance(self.source, ChecksummedSource) else None
+        return self._loop.run(self.source.settle(others or {})) if isinstance(self.source, ChecksummedSource) else None
 
     def confirm(self, opened: OpenedCheckpoint) -> None:
         """Look whether a checkpoint that another process opened can be read here too.
 
         Raises:
             SourceError: see `streamer.errors`.
+            CheckpointError, MissingDependencyError: see `open_checkpoint`.
         """
         self._loop.run(confirm(self.source, opened.items[0]))
+        if isinstance(self.source, ChecksummedSource):
+            self.source.adopt(opened.items, opened.stored)
+            self._expect(self.source, opened)
 
     def read_object(self, key: str, *, limit_bytes: int) -> bytes:
         """Read a small object such as ``config.json`` whole.

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from streamer.checkpoint.checkpoint import Checkpoint, assemble
 from streamer.checkpoint.header import FileHeader, HeaderParser
 from streamer.checkpoint.index import MAX_INDEX_BYTES, Index, parse_index
 from streamer.checkpoint.select import Listed, Selection, choose_index, select_files
+from streamer.checkpoint.stored import StoredChecksum
 from streamer.config import StreamConfig
 from streamer.errors import CheckpointError
 from streamer.sources.base import ObjectInfo, Source
@@ -18,11 +19,16 @@ __all__ = ["OpenedCheckpoint", "read_checkpoint", "read_object"]
 
 
 class OpenedCheckpoint:
-    """A checkpoint and the pinned objects its files are read from, in the order of `checkpoint.files`."""
+    """A checkpoint and the pinned objects its files are read from, in the order of `checkpoint.files`.
+
+    Attributes:
+        stored: the objects' stored checksums, by key, if the store was asked for them.
+    """
 
     def __init__(self, checkpoint: Checkpoint, items: Sequence[ObjectInfo]) -> None:
         self.checkpoint = checkpoint
         self.items = tuple(items)
+        self.stored: Mapping[str, StoredChecksum] = {}
 
 
 async def read_object(source: Source, item: ObjectInfo, *, limit_bytes: int) -> bytes:

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from streamer.config import StreamConfig
 from streamer.errors import LoadError, StreamError
@@ -69,6 +69,7 @@ class _Message:
         spans: that it needs, packed.
         fetched_bytes: since the load began.
         error: why it gives up.
+        value: what it has for the others.
     """
 
     purpose: str
@@ -78,6 +79,7 @@ class _Message:
     spans: bytes = b""
     fetched_bytes: int = 0
     error: StreamError | None = None
+    value: Any = None
 
 
 class Sharing:
@@ -115,8 +117,17 @@ class Sharing:
             StreamError: reading failed, or another rank did.
         """
         found = [read()] if self._group.rank == 0 else []
-        self._meet(_Message(purpose, _Stage.ASKING, self._host))
+        self.collect(purpose, None)
         return self._group.broadcast(found[0] if found else None, source=0)
+
+    def collect(self, purpose: str, value: T) -> list[T]:
+        """Return every rank's `value`, by rank.
+
+        Raises:
+            StreamError: another rank failed, or does something else.
+        """
+        message = _Message(purpose, _Stage.ASKING, self._host, fetched_bytes=self._fetched_bytes(), value=value)
+        return [answer.value for answer in self._meet(message)]
 
     @property
     def is_first(self) -> bool:
@@ -140,7 +151,7 @@ class Sharing:
         """While this is entered, fills are shared; when it is left, every rank's have been carried out.
 
         Args:
-            is_last: nothing will be shared afterwards.
+            is_last: nothing will be asked for afterwards, so that all ranks leave it in the same round.
         """
         self.is_open = True
         try:
@@ -148,7 +159,6 @@ class Sharing:
             mine = _Stage.OVER if is_last else _Stage.WAITING
             while min(self._round((), mine, None)[0]) < mine:
                 pass
-            self.has_parted = is_last
         finally:
             self.is_open = False
 
@@ -174,7 +184,6 @@ class Sharing:
         answers = self._meet(_Message("load", stage, self._host, digest, spans, self._fetched_bytes()))
         here = [rank for rank, answer in enumerate(answers) if answer.host == self._host]
         stages = [answer.stage for answer in answers]
-        self._on_this_machine = sum(answers[rank].fetched_bytes for rank in here)
         asked = [rank for rank, answer in enumerate(answers) if answer.spans]
         if not asked:
             return stages, None
@@ -271,9 +280,14 @@ class Sharing:
                 f"the ranks that load together do different things: {', '.join(sorted(purposes))}",
                 hint="check that all were started with the same model path and options",
             )
+        self._on_this_machine = sum(answer.fetched_bytes for answer in answers if answer.host == self._host)
         return answers
 
     # -- afterwards ----------------------------------------------------------------------------------------
+
+    def part(self) -> None:
+        """Meet the others no more; all do so after the same meeting."""
+        self.has_parted = True
 
     def fail(self, error: BaseException) -> StreamError | None:
         """Tell the others that this rank gives up, unless all have finished or know already.

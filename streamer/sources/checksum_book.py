@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from streamer.report import FileChecksum
 from streamer.sources.base import ObjectInfo
 from streamer.sources.hashes import Algorithm, find_algorithm
 
-__all__ = ["FileBook", "Piece", "Region", "open_book"]
+__all__ = ["FileBook", "Piece", "Readings", "Region", "open_book"]
 
 _PARTLY = "not every byte of it was read"
 _TWICE = "bytes of it were read again, in ranges that cannot be put together"
@@ -69,6 +69,21 @@ class Piece:
     start: int
     end: int
     memory: Sequence[memoryview]
+
+
+@dataclass(frozen=True, slots=True)
+class Readings:
+    """What one of the ranks that load together has read of a file.
+
+    Attributes:
+        pieces: CRCs of ranges.
+        unchecked: ranges of which none was computed.
+        why_not: see `FileBook`.
+    """
+
+    pieces: Mapping[tuple[int, int], int]
+    unchecked: Sequence[tuple[int, int]]
+    why_not: str
 
 
 class FileBook:
@@ -145,6 +160,35 @@ class FileBook:
     def _between(positions: Sequence[int], start: int, end: int) -> Sequence[int]:
         return positions[bisect_right(positions, start) : bisect_right(positions, end - 1)]
 
+    def readings(self) -> Readings:
+        """Return what was read, for another rank to `add`."""
+        pieces = {span: crc for region in self.regions for span, crc in region.pieces.items()}
+        return Readings(pieces, self._unchecked.spans(), self.why_not)
+
+    def add(self, rank: int, other: Readings) -> tuple[int, int] | None:
+        """Take note of what another rank read of this file.
+
+        Returns:
+            A range that had other bytes there than here, if there is one.
+        """
+        if other.why_not and not self.why_not:
+            # What is right here says nothing of what that rank was sent.
+            self.why_not = f"on rank {rank}, {other.why_not}"
+            for start, end in self.readings().pieces:
+                self._unchecked.add(start, end)
+            self.regions, self._starts = [], []
+        for start, end in other.unchecked:
+            self._unchecked.add(start, end)
+        for (start, end), crc in other.pieces.items():
+            if not self.regions:
+                self._unchecked.add(start, end)
+                continue
+            region = self.regions[bisect_right(self._starts, start) - 1]
+            if region.pieces.setdefault((start, end), crc) != crc:
+                return start, end
+            region.read.add(start, end)
+        return None
+
     def result(self) -> FileChecksum:
         """Sum up."""
         checked = [region for region in self.regions if region.is_checked]
@@ -168,8 +212,8 @@ def open_book(item: ObjectInfo, stored: StoredChecksum, *, longest_read_bytes: i
     """Return the book of a file.
 
     Args:
-        longest_read_bytes: no read is longer, and they come in any order, so that no hash covers more; None when
-            they come in order.
+        longest_read_bytes: no read is longer, and they come in any order, so that no hash covers more: 0 when others
+            read some of the file, None when reads come in order.
     """
     if stored.algorithm is None or stored.why_not:
         return FileBook(item, stored, None, stored.why_not)

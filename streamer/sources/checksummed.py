@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
 from typing import TypeVar
 
 from streamer.checkpoint.regions import join
@@ -15,11 +16,12 @@ from streamer.errors import (
     CheckpointError,
     IntegrityError,
     MissingDependencyError,
+    ObjectChangedError,
     shorten,
 )
 from streamer.report import Checksums
 from streamer.sources.base import ObjectInfo, Source
-from streamer.sources.checksum_book import FileBook, Piece, Region, open_book
+from streamer.sources.checksum_book import FileBook, Piece, Readings, Region, open_book
 from streamer.sources.wrapper import SourceWrapper
 
 __all__ = ["ChecksummedSource"]
@@ -32,6 +34,7 @@ _MOST_MISSING_SHARE = 1 / 16
 _RESTS_AT_ONCE = 8
 #: Before headers are read, weights are known by their names alone.
 _OTHER_NAME = StoredChecksum(None, why_not="its name does not end in .safetensors")
+_NOBODY: Mapping[int, Mapping[str, Readings]] = MappingProxyType({})
 
 
 class ChecksummedSource(SourceWrapper):
@@ -45,12 +48,23 @@ class ChecksummedSource(SourceWrapper):
         longest_read_bytes: of the load.
         in_order: each file is read once, from its start to its end, though several reads may be under way. Then
             hashes can be checked as well, and nothing is read for the sake of checking.
+        is_shared: other ranks read some of every file. Then only CRCs can be checked, when what all have read is put
+            together.
         threads: that hash.
     """
 
-    def __init__(self, source: Source, *, longest_read_bytes: int, in_order: bool = False, threads: int = 2) -> None:
+    def __init__(
+        self,
+        source: Source,
+        *,
+        longest_read_bytes: int,
+        in_order: bool = False,
+        is_shared: bool = False,
+        threads: int = 2,
+    ) -> None:
         super().__init__(source)
         self._longest_read_bytes = longest_read_bytes
+        self._longest_hash_bytes = None if in_order else 0 if is_shared else longest_read_bytes
         self._in_order = in_order
         self._books: dict[str, FileBook] = {}
         self._opening: dict[str, asyncio.Lock] = {}
@@ -63,13 +77,33 @@ class ChecksummedSource(SourceWrapper):
     async def _book(self, item: ObjectInfo) -> FileBook:
         async with self._opening.setdefault(item.key, asyncio.Lock()):
             if item.key not in self._books:
-                stored = await self.stored_checksum(item)
-                book = open_book(item, stored, longest_read_bytes=None if self._in_order else self._longest_read_bytes)
-                self._refuse_nonsense(book)
-                if self._in_order:
-                    book.cut_at([])  # nothing overlaps
-                self._books[item.key] = book
-            return self._books[item.key]
+                self._enter(item, await self.stored_checksum(item))
+            book = self._books[item.key]
+        if book.item != item:
+            # A checksum speaks for one of them, and a model made of both is neither.
+            first, second = (known.version or known.pin for known in (book.item, item))
+            raise ObjectChangedError(
+                f"the load reads two versions of the object, {first} and {second}",
+                url=self.label(item.key),
+                hint="load again when nobody writes to it",
+            )
+        return book
+
+    def _enter(self, item: ObjectInfo, stored: StoredChecksum) -> None:
+        book = open_book(item, stored, longest_read_bytes=self._longest_hash_bytes)
+        self._refuse_nonsense(book)
+        if self._in_order:
+            book.cut_at([])  # nothing overlaps
+        self._books[item.key] = book
+
+    def known(self) -> dict[str, StoredChecksum]:
+        """Return, by key, what the store has been asked for."""
+        return {key: book.stored for key, book in self._books.items()}
+
+    def adopt(self, items: Sequence[ObjectInfo], known: Mapping[str, StoredChecksum]) -> None:
+        """Take what another rank asked for about the same `items`, instead of asking again; before anything is read."""
+        for item in items:
+            self._enter(item, known[item.key])
 
     def _refuse_nonsense(self, book: FileBook) -> None:
         stored, algorithm = book.stored, book.algorithm
@@ -102,7 +136,7 @@ class ChecksummedSource(SourceWrapper):
             starts[item.key].add(start)
         for item in items:
             if item.key not in self._books:
-                self._books[item.key] = open_book(item, _OTHER_NAME, longest_read_bytes=None)
+                self._enter(item, _OTHER_NAME)
         without: dict[str, list[FileBook]] = {}
         for key, positions in starts.items():
             book = self._books[key]
@@ -225,13 +259,25 @@ class ChecksummedSource(SourceWrapper):
 
     # -- after: what came of it --------------------------------------------------------------------------
 
-    async def settle(self) -> Checksums:
+    def readings(self) -> dict[str, Readings]:
+        """Return, by key, what was read here, for the one of the ranks that settles for all."""
+        return {key: book.readings() for key, book in self._books.items()}
+
+    async def settle(self, others: Mapping[int, Mapping[str, Readings]] = _NOBODY) -> Checksums:
         """Read the little that is missing of some regions, compare what is left, and sum up. Idempotent.
+
+        Args:
+            others: what other ranks have read, by their numbers.
 
         Raises:
             IntegrityError, SourceError: as for a read.
         """
         if self._settled is None:
+            for rank, readings in others.items():
+                for key, other in readings.items():
+                    book = self._books[key]
+                    if (different := book.add(rank, other)) is not None:
+                        raise self._contradiction(book, *different)
             regions = [
                 (book, region)
                 for book in self._books.values()

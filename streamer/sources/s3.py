@@ -155,13 +155,15 @@ class S3Source:
         return ObjectInfo(key, head["ContentLength"], _pin(head.get("ETag")), version)
 
     async def stored_checksum(self, item: ObjectInfo) -> StoredChecksum:
+        chosen = {} if item.version is None else {"VersionId": item.version}
         where = {
             "Bucket": self._location.bucket,
             "Key": self._location.prefix + item.key,
+            **chosen,
             **self._extras.for_objects,
         }
         label = self.label(item.key)
-        return await self._call(label, lambda client: ask_checksum(client.api, where, item, label))
+        return await self._call(label, lambda client: ask_checksum(client.api, where, item, label), item.version)
 
     async def put(self, key: str, body: bytes) -> None:
         """Write one object, replacing what is there."""

@@ -36,7 +36,7 @@ async def ask_checksum(api: Any, where: Mapping[str, Any], item: ObjectInfo, lab
 
     Args:
         api: an S3 client of aiobotocore.
-        where: bucket, key and what else every request of this object says.
+        where: bucket, key, version and what else every request of this object says.
         item: its size and pin must still be those.
         label: names it in messages.
 
@@ -85,7 +85,7 @@ async def _ask_parts(
                 **where, ObjectAttributes=["ETag", "ObjectParts"], MaxParts=1000, PartNumberMarker=marker
             )
         except aws.ClientError as error:
-            if (why := _why_refused(error)) is None:
+            if (why := _why_refused(error, item)) is None:
                 raise
             return StoredChecksum(algorithm, why_not=why)
         except ResponseParserError:
@@ -115,11 +115,13 @@ def _limit_answer(request: Any, **_: Any) -> None:
     request.headers["Range"] = f"bytes=0-{_MOST_ANSWER_BYTES - 1}"
 
 
-def _why_refused(error: aws.ClientError) -> str | None:
+def _why_refused(error: aws.ClientError, item: ObjectInfo) -> str | None:
     status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
     code = error.response.get("Error", {}).get("Code", "")
     if status == 403 and code == "AccessDenied":
-        return "the checksums of its parts need the permission s3:GetObjectAttributes"
+        # https://docs.aws.amazon.com/AmazonS3/latest/API/API_GetObjectAttributes.html: a version's are another's.
+        permission = "s3:GetObjectAttributes" if item.version is None else "s3:GetObjectVersionAttributes"
+        return f"the checksums of its parts need the permission {permission}"
     if status in (405, 501) or code in _NOT_KNOWN:
         return "the store does not know GetObjectAttributes"
     return None

@@ -18,6 +18,8 @@ import json
 import math
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,8 +43,7 @@ from streamer.sources import open_source
 from streamer.trace.barrier import tracing
 from streamer.trace.storages import ModelStorages
 from streamer.trace.tracer import Tracer
-from tests.benchmarks.processes import run_row
-from tests.benchmarks.rig import RESULTS, environment, save
+from tests.benchmarks.rig import RESULTS, ROOT, environment, save
 from tests.sparse import DEEPSEEK_V3, deepseek_v3, write_sparse
 
 LAYOUT, RANK = ParallelLayout(tensor=8), 3
@@ -248,10 +249,7 @@ def main() -> None:
         print(json.dumps(row(**options.arguments)))
         return
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    raw = [
-        run_row("tests.benchmarks.trace_cost", "size", {"layers": layers, "rounds": options.rounds})
-        for layers in options.layers
-    ]
+    raw = [run_alone({"layers": layers, "rounds": options.rounds}) for layers in options.layers]
     sizes = [summary(found) for found in raw]
     document = {
         "what": "CPU seconds of vLLM's load_weights for DeepSeek-V3 at TP=8, rank 3: plain, traced, planned",
@@ -274,6 +272,14 @@ def main() -> None:
             )
     print(f"\nheaders, trace and plan: {[size['headers_trace_and_plan_cpu_seconds'] for size in sizes]} CPU s")
     print(f"growth exponents: {document['growth_exponents']}\nraw results: {path}")
+
+
+def run_alone(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Measure one size in a process of its own, for what a trace leaves behind would slow down the next."""
+    command = [sys.executable, "-m", "tests.benchmarks.trace_cost", "--row", "size", "--arguments"]
+    done = subprocess.run([*command, json.dumps(arguments)], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    document: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return document
 
 
 def version_of_vllm() -> str:

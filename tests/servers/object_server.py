@@ -57,6 +57,7 @@ class ObjectServer:
         accept_seconds: how long a new connection waits before anything is read from it.
         is_versioned: the buckets have versioning; what was `put` before keeps its version.
         checksums: by bucket and key, of objects that have one.
+        version_checksums: by version, of those that are asked for by it.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class ObjectServer:
         self.tls = tls
         self.accept_seconds = 0.0
         self.checksums: dict[tuple[str, str], KeptChecksum] = {}
+        self.version_checksums: dict[str, KeptChecksum] = {}
         self._lock = threading.RLock()  # faults call back
         self._stopping = threading.Event()
         self._is_refusing = False
@@ -292,15 +294,15 @@ class ObjectServer:
             return error_response(404, "NoSuchBucket", "The specified bucket does not exist")
         if not request.key:
             return self._list(request, bucket)
-        stored = bucket.get(request.key)
+        stored, kept = bucket.get(request.key), self.checksums.get((request.bucket, request.key))
         if self.is_versioned and "versionId" in request.query:
-            stored = self._versions.get(request.query["versionId"][0])
+            version = request.query["versionId"][0]
+            stored, kept = self._versions.get(version), self.version_checksums.get(version)
         if stored is None:
             return error_response(404, "NoSuchKey", "The specified key does not exist.")
         wanted = request.headers.get("if-match")
         if wanted is not None and wanted != stored.etag:
             return error_response(412, "PreconditionFailed", "At least one of the preconditions failed")
-        kept = self.checksums.get((request.bucket, request.key))
         if kept is not None and "attributes" in request.query:
             return attributes_response(request, kept, stored.etag, self.page_size)
         headers = {"ETag": stored.etag, "Accept-Ranges": "bytes", "x-amz-request-id": "TESTREQUEST"}

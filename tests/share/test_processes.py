@@ -19,11 +19,12 @@ import pytest
 import safetensors.torch
 import torch
 
-from streamer.errors import LoadError, SourceUnavailableError, StreamError
+from streamer.errors import IntegrityError, LoadError, SourceUnavailableError, StreamError
 from streamer.reference.config import LlamaConfig
 from streamer.reference.engine import build_llama
 from streamer.reference.parallel import Parallel
-from tests.servers.object_server import Fault, ObjectServer, error_response
+from tests.servers.checksums import keep
+from tests.servers.object_server import Fault, ObjectServer, Request, Response, error_response
 from tests.share import rank as rank_module
 
 DOCUMENT = {
@@ -182,6 +183,39 @@ def test_the_server_sends_every_byte_once(
     sent = sum(end - start for _, start, end in store.counters.ranges)
     assert total <= sent <= total + 2 * 8192  # the headers of two files, which one rank reads
     assert {outcome.value[0].sharing.node_fetched_bytes for outcome in loaded} == {sent}
+
+
+def test_stored_checksums_are_asked_for_once_and_hold_for_all(
+    store: ObjectServer, checkpoint: Mapping[str, torch.Tensor], tmp_path: Path
+) -> None:
+    for key, stored in store.objects["bucket"].items():
+        body = stored.content
+        assert isinstance(body, bytes)
+        part = len(body) // 3
+        store.checksums["bucket", key] = keep("CRC32", body, [part, part, len(body) - 2 * part])
+    task = task_of(store, options={"integrity": "checksums"})
+    with Ranks(2, task, tmp_path / "ranks") as ranks:
+        loaded = [outcome for outcome in ranks.outcomes(120) if outcome]
+    assert [outcome.kind for outcome in loaded] == ["loaded"] * 2, loaded
+    check_exact(checkpoint, [outcome.value[1] for outcome in loaded])
+    first, second = (outcome.value[0].checksums for outcome in loaded)
+    assert first == second
+    assert (first.checked_files, first.checked_bytes) == (
+        2,
+        sum(stored.size for stored in store.objects["bucket"].values()),
+    )
+    assert store.counters.requests["ATTRIBUTES"] == 2
+
+    def flip(request: Request, response: Response) -> None:
+        assert isinstance(response.body, bytes)
+        at = response.start + response.count // 2
+        response.body = response.body[:at] + bytes([response.body[at] ^ 1]) + response.body[at + 1 :]
+
+    store.faults.append(Fault(flip, key="model-00002", skip=1))
+    with Ranks(2, task, tmp_path / "again") as ranks:
+        outcomes = [outcome for outcome in ranks.outcomes(120) if outcome]
+    assert [type(outcome.value) for outcome in outcomes] == [IntegrityError] * 2, outcomes
+    assert all("s3://bucket/m/model-00002-of-00002.safetensors bytes" in str(outcome.value) for outcome in outcomes)
 
 
 def test_a_group_that_is_not_everybody(

@@ -31,6 +31,7 @@ from streamer.report import Checksums, FileChecksum, LoadReport
 from streamer.sources.base import ObjectInfo
 from streamer.sources.checksummed import ChecksummedSource
 from streamer.sources.memory import MemorySource
+from streamer.sources.pinned import PinnedSource
 from streamer.sources.s3 import S3Source
 from streamer.sources.s3_url import parse_s3_url
 from tests.servers.checksums import DIGESTS, attributes_response, keep
@@ -580,6 +581,89 @@ def test_memory_is_not_given_back_while_it_is_hashed(monkeypatch: pytest.MonkeyP
         await source.close()
 
     asyncio.run(run())
+
+
+# -- versions --------------------------------------------------------------------------------------------
+
+
+OTHER = {key: body[:-1] + bytes([body[-1] ^ 1]) for key, body in FILES.items()}
+
+
+def upload_version(store: ObjectServer, body_of: dict[str, bytes], part_bytes: int | None) -> None:
+    for key, body in body_of.items():
+        store.put("models", f"m/{key}", body)
+        kept = keep("CRC32", body, in_parts(len(body), part_bytes) if part_bytes else ())
+        stored = store.objects["models"][f"m/{key}"]
+        store.checksums["models", f"m/{key}"] = store.version_checksums[stored.version] = kept
+
+
+@pytest.mark.parametrize("part_bytes", [None, 50_000])
+def test_a_version_is_held_against_its_own_checksum(part_bytes: int | None, server: ObjectServer) -> None:
+    """The files are replaced when their versions have been looked up, before their checksums are asked for."""
+    server.is_versioned = True
+    upload_version(server, FILES, part_bytes)
+
+    def replace(request: Request, response: Response) -> Response:
+        if "x-amz-checksum-mode" in request.headers:
+            server.faults.clear()
+            upload_version(server, OTHER, part_bytes)
+        return server.route(request)
+
+    server.faults = [Fault(replace, times=None, method="HEAD")]
+    found = checks(load(server, pin="version"))
+    assert not server.faults
+    assert (found.checked_files, found.unchecked_bytes) == (2, 0)
+    for key in OTHER:  # and what is latest now is another checksum's
+        server.objects["models"][f"m/{key}"].content = FILES[key]
+    with pytest.raises(IntegrityError, match="the store keeps"):
+        load(server, pin="version")
+
+
+def test_the_permission_for_the_parts_of_a_version_is_named(server: ObjectServer) -> None:
+    server.is_versioned = True
+    upload_version(server, FILES, 50_000)
+    answer = error_response(403, "AccessDenied")
+    server.faults = [Fault(lambda request, response: answer, times=None, method="ATTRIBUTES")]
+    with pytest.raises(CheckpointError, match=r"need the permission s3:GetObjectVersionAttributes[;)]"):
+        load(server, pin="version")
+
+
+def test_two_versions_of_a_file_are_not_read_in_one_load() -> None:
+    async def run() -> None:
+        source = ChecksummedSource(Keeping("CRC32"), longest_read_bytes=1 << 20)
+        item = dataclasses.replace(await source.stat(SECOND), version="v1")
+        await source.read_into(item, 0, [memoryview(bytearray(100))])
+        with pytest.raises(ObjectChangedError, match=f"{SECOND}: the load reads two versions of the object, v1 and v2"):
+            await source.read_into(dataclasses.replace(item, version="v2"), 0, [memoryview(bytearray(100))])
+        await source.close()
+
+    asyncio.run(run())
+
+
+def test_a_version_in_moto_is_held_against_its_own_checksum(moto_url: str) -> None:
+    client = s3_client(moto_url)
+    client.create_bucket(Bucket="checksums-versions")
+    client.put_bucket_versioning(Bucket="checksums-versions", VersioningConfiguration={"Status": "Enabled"})
+    for key, body in FILES.items():
+        client.put_object(Bucket="checksums-versions", Key=key, Body=body, ChecksumAlgorithm="CRC32")
+    config = StreamConfig(integrity="checksums", endpoint_url=moto_url, pin="version")
+
+    async def listed() -> Any:
+        source = S3Source(parse_s3_url("s3://checksums-versions"), config)
+        try:
+            return await source.list()
+        finally:
+            await source.close()
+
+    items = asyncio.run(listed())
+    for key, body in OTHER.items():
+        client.put_object(Bucket="checksums-versions", Key=key, Body=body, ChecksumAlgorithm="CRC32")
+    client.close()
+    model = Model(whole, SHAPES)
+    source = PinnedSource(S3Source(parse_s3_url("s3://checksums-versions"), config), items)
+    found = checks(streamer.load(model, source, config))
+    assert (found.checked_files, found.unchecked_bytes) == (2, 0)
+    assert all(torch.equal(model.get_parameter(name), tensor.float()) for name, tensor in STATE.items())
 
 
 #: Without a package of its own, moto takes CRC32 for CRC32C.
