@@ -43,7 +43,8 @@ from streamer.sources import open_source
 from streamer.trace.barrier import tracing
 from streamer.trace.storages import ModelStorages
 from streamer.trace.tracer import Tracer
-from tests.benchmarks.rig import RESULTS, ROOT, environment, save
+from tests.benchmarks.processes import ROOT
+from tests.benchmarks.rig import RESULTS, environment, save
 from tests.sparse import DEEPSEEK_V3, deepseek_v3, write_sparse
 
 LAYOUT, RANK = ParallelLayout(tensor=8), 3

@@ -102,10 +102,10 @@ def nothing_is_left() -> Iterator[None]:
     for _ in range(50):
         gc.collect()  # errors hold the frames they came through
         after = len(os.listdir("/proc/self/fd")), threading.active_count()
-        if after == before:
+        if after <= before and after[1] <= before[1]:  # fewer: what an earlier test left has gone meanwhile
             return
         time.sleep(0.02)
-    assert after == before
+    pytest.fail(f"descriptors and threads: {before} before, {after} after")
 
 
 @pytest.mark.parametrize("size", [2, 4])
