@@ -12,13 +12,20 @@ import heapq
 import math
 import random
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from streamer.config import StreamConfig
 from streamer.errors import ConfigError
 
-__all__ = ["REQUESTS_PER_SECOND_PER_PREFIX", "Projection", "StoreModel", "predict_seconds", "project"]
+__all__ = [
+    "REQUESTS_PER_SECOND_PER_PREFIX",
+    "Projection",
+    "StoreModel",
+    "predict_node_seconds",
+    "predict_seconds",
+    "project",
+]
 
 #: GETs that S3 takes of one partitioned prefix, at least;
 #: https://docs.aws.amazon.com/AmazonS3/latest/userguide/optimizing-performance.html
@@ -29,7 +36,7 @@ _THROTTLED_FACTOR = 2 / 3
 _FIRST_ROUND_SECONDS = 0.1
 
 #: With more requests than this, fewer nodes are simulated, against their share of the limit; but never only one.
-_MOST_SIMULATED = 100_000
+_MOST_SIMULATED = 50_000
 _FEWEST_SIMULATED = 2
 
 
@@ -89,6 +96,17 @@ def predict_seconds(reads: Iterable[int], concurrency: int, model: StoreModel) -
     return max(*free, model.link_seconds(total))
 
 
+def predict_node_seconds(reads: Sequence[Sequence[int]], concurrency: int, model: StoreModel) -> float:
+    """Return when the slowest of a node's ranks is done; they share its link.
+
+    Args:
+        reads: of each rank, as for `predict_seconds`.
+        concurrency: connections of each rank.
+    """
+    slowest = max((predict_seconds(own, concurrency, model) for own in reads), default=0.0)
+    return max(slowest, model.link_seconds(sum(map(sum, reads))))
+
+
 @dataclass(frozen=True, slots=True)
 class Projection:
     """What comes of nodes that start together.
@@ -128,7 +146,7 @@ def project(
     traffic to the prefix; a limit of the store's on bytes; ``Retry-After``; hedges; the caps of the configuration;
     connections that break.
 
-    Where all nodes together make more than about 100,000 requests, fewer nodes are simulated, against the
+    Where all nodes together make more than about 50,000 requests, fewer nodes are simulated, against the
     part of the limit that is theirs, and the counts are scaled up. Few nodes come together in one instant less often
     than many, so that both then come out somewhat low, the counts by up to a third.
 

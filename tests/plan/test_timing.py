@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from streamer.config import StreamConfig
 from streamer.errors import ConfigError
 from streamer.plan import timing
-from streamer.plan.timing import Projection, StoreModel, predict_seconds, project
+from streamer.plan.timing import Projection, StoreModel, predict_node_seconds, predict_seconds, project
 from streamer.transport.pressure import Pressure
 from streamer.transport.retry import RetryPolicy
 
@@ -38,6 +38,14 @@ def test_the_link_is_a_bound() -> None:
     assert predict_seconds([100] * 4, 4, StoreModel(1.0, 100.0, 1000.0)) == 2, "of which it needs 1.4"
     assert predict_seconds([100] * 4, 4, StoreModel(1.0, 100.0, 50.0)) == 1 + 400 / 50
     assert predict_seconds([], 4, StoreModel(1.0, 100.0, 50.0)) == 0
+
+
+def test_a_node_is_done_with_its_slowest_rank_or_with_its_link() -> None:
+    ranks = [[100, 100], [100, 300], [100]]
+    assert predict_node_seconds(ranks, 1, SLOW) == 6
+    assert predict_node_seconds(ranks, 2, SLOW) == 4
+    assert predict_node_seconds(ranks, 1, StoreModel(1.0, 100.0, 70.0)) == 1 + 700 / 70
+    assert predict_node_seconds([[]], 1, SLOW) == 0
 
 
 @given(reads, st.integers(1, 9), models)
