@@ -225,7 +225,7 @@ class _Rank:
 
 
 def _longest_wait(config: StreamConfig, failures: int) -> float:
-    return min(config.retry_longest_wait_seconds, config.retry_first_wait_seconds * 2 ** min(failures - 1, 40))
+    return min(config.retry_longest_wait_seconds, config.retry_first_wait_seconds * 2.0 ** min(failures - 1, 40))
 
 
 _DONE, _REFUSED, _AGAIN = range(3)
