@@ -62,8 +62,14 @@ def test_package_itself_is_light() -> None:
     assert not loaded_by("streamer") & {"torch", "asyncio", "botocore"}
 
 
-def test_inspect_and_verify_need_no_torch() -> None:
-    modules = ("streamer.cli.inspect", "streamer.cli.verify", "streamer.sources.s3", "streamer.cli.app")
+def test_inspect_verify_and_bench_need_no_torch() -> None:
+    modules = (
+        "streamer.cli.inspect",
+        "streamer.cli.verify",
+        "streamer.cli.bench",
+        "streamer.sources.s3",
+        "streamer.cli.app",
+    )
     needed = loaded_by(*modules, arguments=("-I",))
     assert "aiobotocore" in needed
     assert "torch" not in needed

@@ -153,13 +153,12 @@ def verify(
 
 
 @app.command()
-def plan(
+def bench(
     url: Url,
-    tp: TensorParallel = 1,
-    pp: PipelineParallel = 1,
-    ep: Experts = False,
-    rank: Rank = None,
-    engine: EngineName = "reference",
+    concurrency: Annotated[str, typer.Option(help="Requests in flight, several numbers.")] = "8,32,64",
+    sizes: Annotated[str, typer.Option(help="Bytes of a request, several sizes.")] = "1MiB,8MiB",
+    seconds: Annotated[float, typer.Option(help="How long to measure each pair.")] = 3.0,
+    max_bytes: Annotated[str, typer.Option(help="Read no more than this in all.")] = "20GiB",
     json: Json = False,
     quiet: Quiet = False,
     option: Options = None,
@@ -169,13 +168,49 @@ def plan(
     anonymous: Anonymous = False,
     ignore_index: IgnoreIndex = False,
 ) -> None:
-    """Show what each rank would fetch, from headers alone, without a GPU or memory for the weights."""
+    """Measure this store from this machine, with ranges of a checkpoint's weights, and say which options suit it."""
+    with _reporting(json, quiet) as output:
+        from streamer.cli.bench import run_bench
+        from streamer.cli.measure import Grid
+
+        config = _config(option, endpoint_url, region, profile, anonymous, ignore_index)
+        run_bench(url, config, Grid.parse(concurrency, sizes, seconds, max_bytes), output)
+
+
+@app.command()
+def plan(
+    url: Url,
+    tp: TensorParallel = 1,
+    pp: PipelineParallel = 1,
+    ep: Experts = False,
+    rank: Rank = None,
+    engine: EngineName = "reference",
+    first_byte_ms: Annotated[float, typer.Option(help="Milliseconds to the first byte of an answer.")] = 30.0,
+    connection_mbps: Annotated[float, typer.Option(help="Megabytes per second of one connection.")] = 90.0,
+    link_gbps: Annotated[float | None, typer.Option(help="Gigabits per second of a node's link.")] = None,
+    json: Json = False,
+    quiet: Quiet = False,
+    option: Options = None,
+    endpoint_url: Endpoint = None,
+    region: Region = None,
+    profile: Profile = None,
+    anonymous: Anonymous = False,
+    ignore_index: IgnoreIndex = False,
+) -> None:
+    """Show what each rank would fetch, from headers alone, without a GPU or memory for the weights.
+
+    Times are predicted for a store like S3, or for one as `s3stream bench` found it; also for 8, 64 and 512 nodes
+    that start together.
+    """
     with _reporting(json, quiet) as output:
         from streamer.cli.plan import Question, run_plan
         from streamer.engines import ParallelLayout
+        from streamer.plan.timing import StoreModel
 
         config = _config(option, endpoint_url, region, profile, anonymous, ignore_index)
-        run_plan(Question(url, engine, ParallelLayout(tp, pp, ep), rank), config, output)
+        link = None if link_gbps is None else link_gbps * 1e9 / 8
+        store = StoreModel(first_byte_ms / 1e3, connection_mbps * 1e6, link)
+        run_plan(Question(url, engine, ParallelLayout(tp, pp, ep), rank), config, output, store)
 
 
 @app.command()

@@ -11,7 +11,12 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-__all__ = ["Output", "size_text"]
+from streamer.plan.timing import StoreModel
+
+__all__ = ["DOLLARS_PER_REQUEST", "Output", "model_document", "size_text"]
+
+#: S3 Standard in us-east-1, per request; https://aws.amazon.com/s3/pricing (GET, November 2026).
+DOLLARS_PER_REQUEST = 0.0004 / 1000
 
 #: Between two progress lines when there is no terminal to draw on.
 _LINE_SECONDS = 5.0
@@ -72,3 +77,13 @@ def size_text(nbytes: int) -> str:
         if nbytes >= scale:
             return f"{nbytes / scale:.2f} {unit}"
     return f"{nbytes} bytes"
+
+
+def model_document(model: StoreModel) -> dict[str, Any]:
+    """Write the model of a store as it is in every command's JSON."""
+    link = model.link_bytes_per_second
+    return {
+        "first_byte_seconds": round(model.first_byte_seconds, 6),
+        "bytes_per_second_per_connection": round(model.bytes_per_second_per_connection),
+        "link_bytes_per_second": None if link is None else round(link),
+    }

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from streamer.artifacts.metadata import metadata_folder
 from streamer.checkpoint.checkpoint import Checkpoint, TensorInfo
-from streamer.cli.output import Output, size_text
+from streamer.cli.output import DOLLARS_PER_REQUEST, Output, model_document, size_text
 from streamer.config import StreamConfig
 from streamer.dryrun import DryRun, PlannedCopy, dry_run
 from streamer.engines import ParallelLayout, find_engine
@@ -20,6 +20,7 @@ from streamer.errors import ConfigError
 from streamer.fetch.dtypes import torch_shape
 from streamer.fetch.engine import FetchEngine, part_of, request_bytes_for
 from streamer.plan.sharing import Span, partition
+from streamer.plan.timing import StoreModel, predict_node_seconds, project
 from streamer.plan.windows import Window
 from streamer.sources import open_source, split_file
 
@@ -27,8 +28,8 @@ __all__ = ["Question", "run_explain", "run_plan"]
 
 #: Links to give floor times for: common instance and NIC speeds, in Gbit/s.
 _LINKS_GBIT = (10, 25, 100, 400)
-#: S3 Standard in us-east-1, per request; https://aws.amazon.com/s3/pricing (GET, November 2026).
-_DOLLARS_PER_REQUEST = 0.0004 / 1000
+#: Nodes to project for.
+_FLEETS = (8, 64, 512)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,22 +71,27 @@ def _trace(
             progress(number + 1, len(ranks))
 
 
-def run_plan(question: Question, config: StreamConfig, output: Output) -> None:
+def run_plan(question: Question, config: StreamConfig, output: Output, store: StoreModel) -> None:
     """Print the plan of all ranks, or of one; the node's total always counts all of them.
 
     The tensor-parallel ranks of each pipeline stage share, as engines have them do, unless ``share=off``.
+
+    Args:
+        store: that times are predicted for: of the slowest rank, and of many nodes.
     """
     shown = question.shown()
     checkpoint = _read_headers(question, config, output)
     layout = question.layout
     is_shared = layout.tensor > 1 and config.share != "off"
     spans: list[list[Span]] = []
+    reads: list[list[int]] = []
     ranks: list[dict[str, Any]] = []
     materialised: list[dict[str, Any]] = []
     ignored: list[dict[str, Any]] = []
     for rank, run in _trace(question, checkpoint, config, output, range(layout.ranks)):
         ranks.append(_rank_document(rank, run))
         spans.append(run.spans)
+        reads.append([request.nbytes for request in run.plan.requests])
         if rank in shown:
             materialised += [
                 {"rank": rank, "operation": read.operation, "tensors": list(read.tensors), "bytes": read.nbytes}
@@ -97,7 +103,7 @@ def run_plan(question: Question, config: StreamConfig, output: Output) -> None:
     if is_shared:
         for first in range(0, layout.ranks, layout.tensor):
             stage = slice(first, first + layout.tensor)
-            _share(ranks[stage], spans[stage], checkpoint, part_of(config, layout.tensor))
+            reads[stage] = _share(ranks[stage], spans[stage], checkpoint, part_of(config, layout.tensor))
     node_bytes = sum(row["fetch_bytes"] for row in ranks)
     node_requests = sum(row["requests"] for row in ranks)
     document = {
@@ -111,9 +117,12 @@ def run_plan(question: Question, config: StreamConfig, output: Output) -> None:
         "node_bytes": node_bytes,
         "node_bytes_unshared": alone,
         "node_requests": node_requests,
-        "request_cost_dollars": round(node_requests * _DOLLARS_PER_REQUEST, 6),
+        "request_cost_dollars": round(node_requests * DOLLARS_PER_REQUEST, 6),
         "ranks": [ranks[rank] for rank in shown],
         "floor_seconds": {f"{gbit}_gbit": round(node_bytes * 8 / (gbit * 1e9), 3) for gbit in _LINKS_GBIT},
+        "model": model_document(store),
+        "predicted_seconds": round(predict_node_seconds(reads, config.concurrency, store), 3),
+        "projection": _project(reads, config, store, output),
         "materialised": materialised,
         "ignored": ignored,
     }
@@ -135,19 +144,43 @@ def _rank_document(rank: int, run: DryRun) -> dict[str, Any]:
 
 def _share(
     rows: Sequence[dict[str, Any]], spans: Sequence[Sequence[Span]], checkpoint: Checkpoint, config: StreamConfig
-) -> None:
-    """Put into `rows` what each rank reads when these share."""
+) -> list[list[int]]:
+    """Put into `rows` what each rank reads when these share, and return the bytes of each one's reads."""
     reads = partition(
         spans,
         dict(enumerate(checkpoint.origins())),
         request_bytes=request_bytes_for(config),
         coalesce_gap_bytes=config.coalesce_gap_bytes,
     )
+    sizes = []
     for place, row in enumerate(rows):
         own = [read for read in reads if read.reader == place]
         row["requests"] = len(own)
         row["fetch_bytes"] = sum(read.nbytes for read in own)
         row["over_read_bytes"] = sum(read.nbytes - read.needed_bytes for read in own)
+        sizes.append([read.nbytes for read in own])
+    return sizes
+
+
+def _project(
+    reads: Sequence[Sequence[int]], config: StreamConfig, store: StoreModel, output: Output
+) -> list[dict[str, Any]]:
+    rows = []
+    with output.progress("simulating many nodes") as progress:
+        for number, nodes in enumerate(_FLEETS, 1):
+            found = project(
+                nodes, sum(map(len, reads)), sum(map(sum, reads)), model=store, config=config, ranks=len(reads)
+            )
+            rows.append(
+                {
+                    "nodes": nodes,
+                    "seconds": round(found.seconds, 3),
+                    "refused": found.refused,
+                    "gave_up": found.gave_up,
+                }
+            )
+            progress(number, len(_FLEETS))
+    return rows
 
 
 def _show_plan(document: dict[str, Any], console: Console) -> None:
@@ -176,6 +209,19 @@ def _show_plan(document: dict[str, Any], console: Console) -> None:
         f"{seconds} s at {link.partition('_')[0]} Gbit/s" for link, seconds in document["floor_seconds"].items()
     )
     console.print(f"no faster than {floors}")
+    model = document["model"]
+    console.print(
+        f"about {document['predicted_seconds']} s at {model['first_byte_seconds'] * 1000:g} ms to the first byte and "
+        f"{size_text(model['bytes_per_second_per_connection'])}/s per connection"
+    )
+    for row in document["projection"]:
+        refusals = f", after {row['refused']} refusals" if row["refused"] else ""
+        console.print(f"{row['nodes']} nodes that start together: about {row['seconds']:.0f} s{refusals}")
+        if row["gave_up"]:
+            console.print(
+                f"  {row['gave_up']} reads would give up, and their loads fail: make fewer and larger requests "
+                "(request_bytes, buffer_bytes), fewer at once (concurrency), or try more often (retry_attempts)"
+            )
     for title, key in (("fetched at once, outside the plan", "materialised"), ("not used", "ignored")):
         if document[key]:
             console.print(f"\n{title}")
