@@ -25,6 +25,8 @@ from tests.servers.checksums import DIGESTS
 from tests.share.test_sharing import STATE, expected, fetched, objects_of, part
 from tests.share.together import CountingSource, LoadSessionFactory, Parameters, Rank, on_ranks
 
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
+
 NAMES = list(STATE)
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 OBJECTS = objects_of(*({name: STATE[name] for name in names} for names in (NAMES[:3], NAMES[3:])))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import os
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +16,8 @@ from streamer.errors import BadResponseError, ConfigError, LoadError, ObjectChan
 from streamer.session import LoadSession
 from streamer.sources.memory import MemorySource
 from tests.share.together import CountingSource, LoadSessionFactory, Parameters, Rank, on_ranks
+
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 #: Rows and columns divide by 4; large enough to be cut into many reads of a small arena.
 STATE = {
@@ -92,20 +92,6 @@ def fetched(ranks: Sequence[Rank], header_bytes: int = 0) -> int:
 
 def header_bytes(objects: Mapping[str, bytes]) -> int:
     return sum(8 + int.from_bytes(body[:8], "little") for body in objects.values())
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
-    """No descriptor and no thread survives a load, however it ends; descriptors hold the shared memory."""
-    before = len(os.listdir("/proc/self/fd")), threading.active_count()
-    yield
-    for _ in range(50):
-        gc.collect()  # errors hold the frames they came through
-        after = len(os.listdir("/proc/self/fd")), threading.active_count()
-        if after <= before and after[1] <= before[1]:  # fewer: what an earlier test left has gone meanwhile
-            return
-        time.sleep(0.02)
-    pytest.fail(f"descriptors and threads: {before} before, {after} after")
 
 
 @pytest.mark.parametrize("size", [2, 4])
