@@ -64,9 +64,10 @@ class StreamConfig:
     """Largest single ranged GET. CPU per byte is flat from 4 MiB up; smaller requests retry cheaper,
     larger ones pay the first-byte latency less often."""
 
-    buffer_bytes: int = 512 * MIB
-    """Cap on host memory for bytes in flight, beside the parameters. It may be smaller than the
-    largest tensor. Requests shrink when the cap leaves less than `request_bytes` per connection."""
+    buffer_bytes: int = 1024 * MIB
+    """Cap on host memory for bytes in flight, beside the parameters; taken as it is needed. It may be smaller than
+    the largest tensor. Requests shrink when the cap leaves less than `request_bytes` per connection: eight ranks
+    that share a gigabyte make requests of 4 MiB. Stores limit requests per second, so less costs a large fleet time."""
 
     coalesce_gap_bytes: int = 512 * KIB
     """Unneeded bytes between two needed ranges that are read rather than paid for with a second

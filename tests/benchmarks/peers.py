@@ -14,7 +14,8 @@ measured; clients that can be kept are kept from one to the other, while s3strea
 - ``s3stream``: `streamer.load` into the reference engine's Llama, traced, everything included.
 - ``bare protocol``: the least that an asyncio client can do; see `tests.benchmarks.end_to_end`.
 - ``Run:ai``: SafetensorsStreamer, its tensors loaded into the same model by the same code, as vLLM does. By default it
-  takes up to 40 GB of memory of its own; ``Run:ai, 512 MiB``: as much as s3stream may by default.
+  takes up to 40 GB of memory of its own; ``Run:ai, 512 MiB``: half of what s3stream may by default,
+  and more than it takes.
 - ``awscrt``: the C client under the AWS CLI and others, one request for the object.
 - ``s3torchconnector``: readers in threads. It takes no private authority, so it is left out under ``--tls``.
 - ``obstore``, ``boto3`` (threads, ``readinto``), ``aiobotocore read()``: a range each, copied into place.
