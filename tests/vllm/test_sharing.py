@@ -158,6 +158,10 @@ def header_bytes(path: Path) -> int:
 @pytest.mark.parametrize("size", [2, 4, 8])
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe", "deepseek_v3"])
 def test_a_machine_fetches_every_byte_once(load: Load, name: str, size: int) -> None:
+    import vllm
+
+    if name == "deepseek_v3" and vllm.__version__.startswith("0.28."):
+        pytest.skip("vLLM 0.28 builds DeepSeek's attention on GPUs only")
     load(name, size).check()
 
 
