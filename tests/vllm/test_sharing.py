@@ -29,6 +29,13 @@ SHAPE: Mapping[str, Any] = {
     "max_position_embeddings": 256,
 }
 EXPERTS: Mapping[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 256}
+
+
+def second_experts_last(name: str) -> tuple[bool, str]:
+    """Sort the experts of the second of two ranks behind everything else."""
+    return bool(re.search(r"\.experts\.[23]\.", name)), name
+
+
 CASES = (
     Case(name="llama", make=hub("llama", **SHAPE), shards=3),
     Case(
@@ -57,6 +64,13 @@ CASES = (
         name="qwen3_moe_whole_experts",
         make=hub("qwen3_moe", **SHAPE, **EXPERTS, head_dim=32, num_experts=8, decoder_sparse_step=1),
         experts=True,
+    ),
+    Case(
+        name="mixtral_online_fp8_apart",
+        make=hub("mixtral", **{**SHAPE, "num_key_value_heads": 8}, num_local_experts=4, num_experts_per_tok=2),
+        engine={"quantization": "fp8"},
+        experts=True,
+        order=second_experts_last,
     ),
 )
 
@@ -200,3 +214,11 @@ def test_layers_are_shared_as_they_are_quantised(load: Load, name: str, layers: 
     loaded.check()
     for rank in loaded.ranks:
         assert rank.shared_fills[:-1] == [*layers, *layers]
+
+
+def test_ranks_that_complete_layers_in_another_order(load: Load) -> None:
+    """One rank has all its experts before vLLM's collectives for the attention layers, the other long after."""
+    loaded = load("mixtral_online_fp8_apart", 2, share_timeout_seconds=20.0)
+    assert [rank.different for rank in loaded.ranks] == [[], []]
+    assert [rank.own_fills for rank in loaded.ranks] == [2, 2]  # the experts of each layer
+    assert loaded.bytes_got() <= 1.02 * union([rank.needed for rank in loaded.ranks])
