@@ -214,6 +214,10 @@ class LoadSession:
         with self._together():
             self.tracer.copies.complete_touching(tensors)
 
+    def complete_touching_alone(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Complete the copies into `tensors`, whose bytes no other rank needs, whatever the others do meanwhile."""
+        self.tracer.copies.complete_touching(tensors)
+
     # -- while the model's code runs ---------------------------------------------------------------------
 
     def run(self, load_weights: Callable[[], Result]) -> Result:

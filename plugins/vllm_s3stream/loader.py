@@ -79,7 +79,7 @@ class S3StreamLoader(DefaultModelLoader):  # type: ignore[misc]  # no types of v
             byte_progress(self.load_config.use_tqdm_on_load) as progress,
             LoadSession(model, stream, progress=progress, group=group) as session,
             self._use(session),
-            complete_before_processing(model, session.complete_touching),
+            complete_before_processing(model, session.complete_touching, session.complete_touching_alone),
         ):
             if self._options.sharded:
                 self._load_sharded(session, model, model_config)

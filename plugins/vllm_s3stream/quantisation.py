@@ -20,21 +20,28 @@ from vllm_s3stream.versions import require
 
 __all__ = ["complete_before_processing", "finish_delayed_layers"]
 
-#: Completes the copies into some tensors, on all ranks together.
+#: Completes the copies into some tensors.
 Complete = Callable[[Sequence[torch.Tensor]], None]
 
 
 @contextlib.contextmanager
-def complete_before_processing(model: nn.Module, complete: Complete) -> Iterator[None]:
+def complete_before_processing(model: nn.Module, together: Complete, alone: Complete) -> Iterator[None]:
     """Fetch all of a layer's bytes in one go right before vLLM quantises it.
 
     The quantisation methods of this model, and nobody else's, do so while the context lasts. Every rank processes the
-    same layers in the same order, for vLLM's own collectives in the middle of it.
+    layers that are split in the same order, for vLLM's own collectives in the middle of it. Experts that are not split
+    are complete when a rank has seen its own, which may be before another layer on one rank and after it on the other.
+    Were they waited for, ranks would wait for each other in two places, and nobody else wants their bytes.
+
+    Args:
+        together: completes on all ranks at once.
+        alone: does so on this one.
     """
     wrapped: dict[int, Any] = {}
     for method in _online_methods(model):
         if id(method) not in wrapped:
             wrapped[id(method)] = method
+            complete = alone if _has_whole_experts(method) else together
             method.process_weights_after_loading = _completing(method.process_weights_after_loading, complete)
     try:
         yield
@@ -50,6 +57,10 @@ def _completing(process: Any, complete: Complete) -> Any:
         return process(layer, *args, **kwargs)
 
     return process_weights_after_loading
+
+
+def _has_whole_experts(method: Any) -> bool:
+    return bool(getattr(getattr(method, "moe", None), "use_ep", False))
 
 
 def _online_methods(model: nn.Module) -> Iterator[Any]:

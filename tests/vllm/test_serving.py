@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,9 @@ from tests.vllm.serving import Answer, EngineHost, Server
 pytestmark = pytest.mark.skipif(not serving.has_cpu_engine(), reason="there is no vLLM for CPU")
 
 BUCKET = "serving"
-FAIL_SECONDS = 120.0
+FAIL_SECONDS = 240.0  # as long as a start and a stop may take
+#: Of files as small as these, the default would take most, only to read it again.
+HEADER_READ_BYTES = 4096
 
 Options = dict[str, Any]
 
@@ -115,6 +118,16 @@ def check_reports(folder: Path, url: str, *, ranks: int) -> None:
         assert share == 1 if ranks == 1 else 0.4 < share < 0.6
 
 
+def check_sharing(folder: Path) -> None:
+    """Check that two ranks fetched the checkpoint once, both together."""
+    for report in serving.read_reports(folder):
+        assert report["sharing"]["ranks"] == 2
+        headers = report["sharing"]["node_fetched_bytes"] - report["checkpoint_bytes"]
+        assert 0 < headers < 0.05 * report["checkpoint_bytes"]
+        assert report["sharing"]["read_for_others_bytes"] > 0
+        assert report["sharing"]["read_by_others_bytes"] > 0
+
+
 # -- one rank, several, and the server -----------------------------------------------------------------
 
 
@@ -138,12 +151,18 @@ def test_two_tensor_parallel_ranks_configured_by_the_engine_alone(
     variables = environment(scratch, None, **serving.two_ranks())
     assert "AWS_ENDPOINT_URL" not in variables
     url = checkpoints.url("tiny")
-    options = {"endpoint_url": seaweed_store, "region": "us-east-1", "report_dir": str(tmp_path / "reports")}
+    options = {
+        "endpoint_url": seaweed_store,
+        "region": "us-east-1",
+        "report_dir": str(tmp_path / "reports"),
+        "header_read_bytes": HEADER_READ_BYTES,
+    }
     with EngineHost(variables, tmp_path / "log", in_process=False) as host, serving.nothing_left_of(host.tree):
         answer = host.generate(url, load_format="s3stream", tensor_parallel_size=2, model_loader_extra_config=options)
         assert host.close() == 0, host.tree.output()
     assert answer.tokens == from_disk.tokens
     check_reports(tmp_path / "reports", url, ranks=2)
+    check_sharing(tmp_path / "reports")
 
 
 def test_two_pipeline_stages(
@@ -176,6 +195,7 @@ def test_served_from_a_url(
         scratch,
         request.getfixturevalue(where),
         S3STREAM_REPORT_DIR=str(tmp_path / "reports"),
+        S3STREAM_HEADER_READ_BYTES=str(HEADER_READ_BYTES),
         HF_HUB_OFFLINE="0",  # as users have it: nothing of a URL is looked up at the hub
         **(serving.two_ranks() if ranks > 1 else {}),
     )
@@ -199,6 +219,8 @@ def test_served_from_a_url(
         assert server.tree.shared_memory()
         assert server.terminate() == 0, server.tree.output()
     check_reports(tmp_path / "reports", url, ranks=ranks)
+    if ranks == 2:
+        check_sharing(tmp_path / "reports")
 
 
 # -- what else URLs may name ---------------------------------------------------------------------------
@@ -321,6 +343,40 @@ def test_one_of_two_ranks_cannot_read(
     assert "disk on fire" in output
     assert "2 attempts" in output
     assert [report["rank"] for report in serving.read_reports(tmp_path / "reports")] == [0]
+
+
+def test_a_range_that_cannot_be_read_fails_both_ranks_that_share(
+    failing: ObjectServer, scratch: Path, checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    """One of them asks for it; the other has its part of the reads, and must neither wait nor go on."""
+    shard = shard_of(checkpoints, "lm_head.weight")
+    asked: list[str] = []
+
+    def refuse_one_range(request: Request, response: Response) -> Response | None:
+        wanted = request.headers.get("range", "")
+        if wanted.startswith("bytes=0-"):
+            return None  # the header
+        asked.append(wanted)
+        return error_response(500, "InternalError", "disk on fire") if wanted == asked[0] else None
+
+    failing.faults = [Fault(refuse_one_range, key=shard, times=None)]
+    variables = environment(
+        scratch,
+        failing.url,
+        S3STREAM_SHARE="require",
+        S3STREAM_RETRY_ATTEMPTS="3",
+        S3STREAM_RETRY_FIRST_WAIT_SECONDS="0.05",
+        S3STREAM_RETRY_LONGEST_WAIT_SECONDS="0.1",
+        S3STREAM_REPORT_DIR=str(tmp_path / "reports"),
+        **serving.two_ranks(),
+    )
+    output = fail(checkpoints.url("tiny"), ["--tensor-parallel-size", "2"], variables, tmp_path)
+    assert asked.count(asked[0]) == 3
+    start, end = asked[0].removeprefix("bytes=").split("-")
+    what = re.escape(f"SourceUnavailableError: {checkpoints.url('tiny')}/{shard} bytes {start}-{end}: ")
+    said = dict(re.findall(rf"\(Worker_TP(\d) .*{what}(on rank \d, |)the store kept refusing: disk on fire", output))
+    assert said in ({"0": "", "1": "on rank 0, "}, {"1": "", "0": "on rank 1, "})
+    assert not (tmp_path / "reports").exists()
 
 
 def test_shard_replaced_before_the_workers_read_it(
