@@ -145,7 +145,7 @@ def test_what_is_wrong_is_said(server: ObjectServer, tmp_path: Path) -> None:
     assert "concurrency must be at least 1" in message(2, "s3://bucket/m", "--concurrency", "0")
     assert "'8 parsecs' is not a number of bytes" in message(2, "s3://bucket/m", "--sizes", "1MiB,8 parsecs")
     assert "--seconds must be a positive number" in message(2, "s3://bucket/m", "--seconds", "0")
-    assert "do not fit buffer_bytes" in message(2, "s3://bucket/m", "--concurrency", "65")
+    assert "do not fit buffer_bytes" in message(2, "s3://bucket/m", "--concurrency", "129")
     assert "no such bucket" in message(4, "s3://missing/m")
     assert "holds no weights to read" in message(3, "s3://bucket/empty")
     server.faults = [Fault(lambda *_: error_response(403, "AccessDenied"), method="GET", times=None)]
