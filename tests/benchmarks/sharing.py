@@ -7,8 +7,8 @@ ratios are taken side by side. Every rank builds its model, touches its paramete
 The clock runs from a barrier after that until the slowest rank has its own slices in its parameters, which are then
 compared with the file. Requests and bytes are counted by the server. Rows:
 
-- ``share=auto``, ``share=off``: `streamer.load` with a group, other options at their defaults. `buffer_bytes` is what
-  all ranks have together when they share, and what each has when they do not.
+- ``share=auto``, ``share=off``: `streamer.load` with a group, 512 MiB of `buffer_bytes`, which
+  all ranks have together when they share, and each has when they do not.
 - ``Run:ai``: every rank streams all tensors and takes its slices, as vLLM does by default; ``Run:ai, distributed``:
   each reads a part and broadcasts it (``RUNAI_STREAMER_DIST=1``, for it does so over nccl only, unless told).
   ``limited``: given as much memory as sharing ranks have, for the node in distributed mode, else for each rank a part.

@@ -145,6 +145,15 @@ def test_readme_quotes_the_raw_results() -> None:
         assert f"| {row} | {found['peak_extra_bytes'] / (1 << 20):.0f} |" in readme
 
 
+def test_readme_quotes_what_sharing_came_to() -> None:
+    readme = (ROOT / "README.md").read_text()
+    (found,) = json.loads((RESULTS / "sharing.json").read_text())["settings"].values()
+    for row, wall in found["median_wall_seconds"].items():
+        ratio, cpu = found["wall_ratio_to_share_auto"][row]["median"], found["median_cpu_seconds"][row]
+        served, memory = found["median_served_ratio"][row], found["peak_node_mib"][row]
+        assert f"| {row} | {wall:.2f} | {ratio:.2f} | {cpu:.2f} | {served:.3f} | {memory} |" in readme
+
+
 def test_readme_quotes_the_census() -> None:
     lines = (ROOT / "tests" / "vllm" / "results" / "census.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]

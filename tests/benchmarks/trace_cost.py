@@ -238,6 +238,16 @@ def exponent(sizes: Sequence[Mapping[str, Any]], label: str) -> float:
     return round(sum((a - x) * (b - y) for a, b in points) / sum((a - x) ** 2 for a, _ in points), 3)
 
 
+def growth(sizes: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Fit whatever was measured at every size."""
+    labels = [label for label in sizes[0]["median_microseconds_per_tensor"] if is_in_all(sizes, label)]
+    return {label: exponent(sizes, label) for label in labels} if len(sizes) > 1 else {}
+
+
+def is_in_all(sizes: Sequence[Mapping[str, Any]], label: str) -> bool:
+    return all(label in size["median_microseconds_per_tensor"] for size in sizes)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
@@ -256,9 +266,7 @@ def main() -> None:
         "what": "CPU seconds of vLLM's load_weights for DeepSeek-V3 at TP=8, rank 3: plain, traced, planned",
         "environment": {**environment(), "vllm": version_of_vllm()},
         "sizes": sizes,
-        "growth_exponents": {label: exponent(sizes, label) for label in sizes[0]["median_microseconds_per_tensor"]}
-        if len(sizes) > 1
-        else {},
+        "growth_exponents": growth(sizes),
         "raw": raw,
     }
     path = save("trace_cost", document, options.results)
