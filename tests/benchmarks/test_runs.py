@@ -154,6 +154,31 @@ def test_readme_quotes_what_sharing_came_to() -> None:
         assert f"| {row} | {wall:.2f} | {ratio:.2f} | {cpu:.2f} | {served:.3f} | {memory} |" in readme
 
 
+def test_readme_quotes_the_peers() -> None:
+    readme = (ROOT / "README.md").read_text()
+    plain, tls = (json.loads((RESULTS / f"{name}.json").read_text()) for name in ("peers", "peers_tls"))
+    for row, cpu in plain["median_cpu_seconds_per_gib"].items():
+        quoted = f"| {row} | {cpu:.2f} | {plain['cpu_ratio_to_s3stream'][row]['median']:.2f} | "
+        if row in tls["median_cpu_seconds_per_gib"]:
+            ratio = tls["cpu_ratio_to_s3stream"][row]["median"]
+            quoted += f"{tls['median_cpu_seconds_per_gib'][row]:.2f} | {ratio:.2f}"
+        assert quoted in readme
+
+
+def test_readme_quotes_what_tracing_costs() -> None:
+    readme = (ROOT / "README.md").read_text()
+    found = json.loads((RESULTS / "trace_cost.json").read_text())
+    for size in found["sizes"]:
+        each, more = size["median_microseconds_per_tensor"], size["added_to_plain"]
+        columns = [size["tensors"], size["files"]]
+        for setting in ("plan", "load"):
+            columns += [each[f"{setting}: plain"], f"{more[f'{setting}: traced']['median']:.2f}"]
+        columns.append(size["headers_trace_and_plan_cpu_seconds"]["median"])
+        assert f"| {' | '.join(map(str, columns))} |" in readme
+    exponents = found["growth_exponents"]
+    assert f"exponents are {exponents['plan: traced']} and {exponents['load: traced']}" in readme
+
+
 def test_readme_quotes_the_census() -> None:
     lines = (ROOT / "tests" / "vllm" / "results" / "census.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
