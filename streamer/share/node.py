@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from streamer.errors import StreamError
 from streamer.fetch.buffers import Staging
@@ -12,10 +13,13 @@ from streamer.fetch.loop import LoopThread
 from streamer.plan.sharing import SharedRead
 from streamer.share.arena import Arena, SlotPool
 from streamer.share.exchange import SharedRound
-from streamer.share.group import Group
 from streamer.share.links import Links
 
 __all__ = ["Node"]
+
+
+#: Given what for and this rank's value, returns those of all ranks of the group.
+Collect = Callable[[str, Any], list[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,29 +69,30 @@ class Node:
         assert self._arena is not None
         return self._arena
 
-    def connect(self, group: Group, *, slot_bytes: int, slots: int, timeout_seconds: float) -> str:
+    def connect(self, collect: Collect, *, slot_bytes: int, slots: int) -> str:
         """Make arena and pipes, and open the others'; a collective of the whole group.
 
         Args:
+            collect: returns every rank's value.
             slots: of each rank.
 
         Returns:
             Why it could not be done, on any rank of any machine; empty if all is well.
 
         Raises:
-            LoadError: a rank is gone.
+            StreamError: another rank failed, or is gone.
         """
         part = slot_bytes * slots
         offer, descriptor = self._offer(part * len(self.ranks))
         failure = offer.failure
         try:
-            offers = group.gather(offer, timeout_seconds=timeout_seconds)
+            offers = collect("offer shared memory", offer)
             if not failure and not any(offers[rank].failure for rank in self.ranks):
                 try:
                     self._accept(offers, part * len(self.ranks))
                 except OSError as error:
                     failure = f"rank {self._me} cannot open another rank's shared memory or pipes: {error.strerror}"
-            failures = group.gather(failure, timeout_seconds=timeout_seconds)
+            failures = collect("open shared memory", failure)
         finally:
             self._links.keep_own_ends()
             if descriptor is not None:

@@ -234,12 +234,11 @@ class Sharing:
         part = part_of(self._config, len(here))
         slot_bytes = slab_bytes_for(part)
         node = Node(here, self._group.rank, self._engines[0].loop)
-        why = node.connect(
-            self._group,
-            slot_bytes=slot_bytes,
-            slots=part.buffer_bytes // slot_bytes,
-            timeout_seconds=self._config.share_timeout_seconds,
-        )
+        try:
+            why = node.connect(self.collect, slot_bytes=slot_bytes, slots=part.buffer_bytes // slot_bytes)
+        except BaseException:
+            node.close()
+            raise
         if why or len(here) == 1:
             node.close()
             if why and self._config.share == "require":

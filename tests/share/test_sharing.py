@@ -15,6 +15,7 @@ import torch
 
 from streamer.errors import BadResponseError, ConfigError, LoadError, ObjectChangedError, SourceUnavailableError
 from streamer.session import LoadSession
+from streamer.share.node import Node
 from streamer.sources.memory import MemorySource
 from tests.share.together import CountingSource, LoadSessionFactory, Parameters, Rank, on_ranks
 
@@ -332,6 +333,22 @@ def test_share_require_makes_that_an_error(monkeypatch: pytest.MonkeyPatch) -> N
     for rank in ranks:
         assert isinstance(rank.error, LoadError)
         assert "share=require" in str(rank.error)
+
+
+def test_a_rank_that_fails_while_memory_is_set_up_fails_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    accept = Node._accept
+
+    def fail(node: Node, *rest: Any) -> None:
+        if node.place == 1:
+            raise RuntimeError("no luck")
+        accept(node, *rest)
+
+    monkeypatch.setattr(Node, "_accept", fail)
+    objects = objects_of(STATE)
+    ranks = on_ranks(2, load_plainly, lambda _: CountingSource(objects))
+    assert isinstance(ranks[1].error, RuntimeError)
+    assert isinstance(ranks[0].error, LoadError)
+    assert "on rank 1, RuntimeError: no luck" in str(ranks[0].error)
 
 
 def test_share_require_needs_a_group_and_traced_loading() -> None:
