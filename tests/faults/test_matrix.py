@@ -60,7 +60,10 @@ class Cell:
         if self.transport == "sdk" and self.fault.in_sdk is not None:
             kinds = self.fault.in_sdk
         assert kinds is not None
-        return frozenset(kind.__name__ for kind in kinds) or frozenset({"exact"})
+        names = {kind.__name__ for kind in kinds}
+        if not names or (self.transport == "sdk" and self.fault.sdk_may_survive):
+            names.add("exact")
+        return frozenset(names)
 
     @property
     def options(self) -> dict[str, object]:

@@ -70,6 +70,7 @@ class NamedFault:
         make: builds the change of responses, for a server and a place.
         ends_in: the error classes that are right; empty: the load must be exact.
         in_sdk: the same for a body that the SDK receives; None: as `ends_in`.
+        sdk_may_survive: whether the SDK survives depends on which bytes it sees first.
         in_listing: the same for a fault of the listing; None: it cannot happen there.
         times: how often it strikes; None for ever.
         retries: what a load that survives it must at least report.
@@ -88,6 +89,7 @@ class NamedFault:
     seconds: float = 0.0
     options: dict[str, object] = field(default_factory=dict)
     in_sdk: Kinds | None = None
+    sdk_may_survive: bool = False
 
     @property
     def is_survivable(self) -> bool:
@@ -407,7 +409,14 @@ CATALOGUE: Sequence[NamedFault] = (
     *_pair("short body", _in_body("cut_after"), _GONE, listing=True, in_body=True),
     NamedFault("extra bytes once", _setting(extra=b"x" * 100), retries=0),
     # aiohttp takes them for the next answer.
-    NamedFault("extra bytes for ever", _setting(extra=b"x" * 100), retries=0, times=None, in_sdk=_GONE),
+    NamedFault(
+        "extra bytes for ever",
+        _setting(extra=b"x" * 100),
+        retries=0,
+        times=None,
+        in_sdk=_GONE,
+        sdk_may_survive=True,
+    ),
     NamedFault("answered twice", _plainly(_answered_twice), retries=0),
     NamedFault("always answered twice", _plainly(_answered_twice), retries=0, times=None),
     *_pair("stall before the head", _setting(stall_after=-1), _GONE, listing=True),
