@@ -179,6 +179,15 @@ def test_readme_quotes_what_tracing_costs() -> None:
     assert f"exponents are {exponents['plan: traced']} and {exponents['load: traced']}" in readme
 
 
+def test_readme_quotes_what_faults_cost() -> None:
+    text = " ".join((ROOT / "README.md").read_text().split())
+    found = json.loads((RESULTS / "faults.json").read_text())
+    wall = found["median_wall_seconds"]
+    assert f"A load of {found['checkpoint_bytes'] / 1e6:.0f} MB from a store that breaks a tenth" in text
+    assert f"takes {found['wall_ratio']['median']:.1f} times as long" in text
+    assert f"({wall['with faults']:.2f} s beside {wall['in good health']:.2f} s" in text
+
+
 def test_readme_quotes_the_census() -> None:
     lines = (ROOT / "tests" / "vllm" / "results" / "census.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
