@@ -15,8 +15,8 @@ WARNINGS = ("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::User
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # The tests of sharing go first: after all the others, in one process, the checkpoint that transformers 5.19 wrote for
-    # DeepSeek had its experts under names that no published one has.
+    # The tests of sharing go first: after all the others, in one process, the checkpoint that transformers 5.19 wrote
+    # for DeepSeek had its experts under names that no published one has.
     items.sort(key=lambda item: item.path.name != "test_sharing.py")
     for item in items:
         if Path(__file__).parent in item.path.parents:
