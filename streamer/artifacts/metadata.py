@@ -26,9 +26,9 @@ from streamer.checkpoint.manifest import MANIFEST_KEY, parse_manifest
 from streamer.checkpoint.select import is_metadata
 from streamer.config import StreamConfig
 from streamer.errors import CheckpointError, ConfigError, IntegrityError, StreamError
-from streamer.fetch.loop import LoopThread
 from streamer.sources.base import ObjectInfo, Source
 from streamer.sources.open import local_path, open_source
+from streamer.transport.loop import LoopThread
 
 __all__ = ["PulledFolder", "metadata_folder", "pull", "read_pins"]
 

@@ -10,8 +10,8 @@ from rich.table import Table
 from streamer.cli.measure import Grid, Measured, measure
 from streamer.cli.output import DOLLARS_PER_REQUEST, Output, model_document, size_text
 from streamer.config import StreamConfig
-from streamer.fetch.loop import LoopThread
 from streamer.plan.timing import predict_seconds
+from streamer.transport.loop import LoopThread
 
 __all__ = ["bench_document", "run_bench"]
 

@@ -11,7 +11,6 @@ from streamer.config import LEAST_BUFFER_BYTES, StreamConfig
 from streamer.fetch.buffers import BufferPool, Staging
 from streamer.fetch.fill import CopyJob, Layout, copy_arrival, demand_of, lay_out
 from streamer.fetch.headers import OpenedCheckpoint, read_checkpoint, read_object
-from streamer.fetch.loop import LoopThread
 from streamer.fetch.stream import Arrival, Exchange, open_stream
 from streamer.plan.plan import Request, build_plan
 from streamer.report import Checksums
@@ -20,6 +19,7 @@ from streamer.sources.checksum_book import Readings
 from streamer.sources.checksummed import ChecksummedSource
 from streamer.sources.pinned import confirm
 from streamer.sources.verified import VerifiedSource
+from streamer.transport.loop import LoopThread
 
 __all__ = ["FetchEngine", "FillTimes", "Filled", "Progress", "part_of", "request_bytes_for", "slab_bytes_for"]
 

@@ -9,11 +9,11 @@ from typing import Any
 
 from streamer.errors import StreamError
 from streamer.fetch.buffers import Staging
-from streamer.fetch.loop import LoopThread
 from streamer.plan.sharing import SharedRead
 from streamer.share.arena import Arena, SlotPool
 from streamer.share.exchange import SharedRound
 from streamer.share.links import Links
+from streamer.transport.loop import LoopThread
 
 __all__ = ["Node"]
 

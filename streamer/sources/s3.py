@@ -25,6 +25,7 @@ from streamer.sources.s3_url import S3Location
 from streamer.sources.s3_versions import resolve_versions, version_of
 from streamer.transport.failures import CredentialsExpired, Place, WrongRegion, unavailable
 from streamer.transport.hedging import Hedging
+from streamer.transport.lanes import Lanes, most_lanes
 from streamer.transport.pool import ConnectionPool, parse_origin
 from streamer.transport.pressure import Pressure
 from streamer.transport.reader import Address, RangeReader, ReadTarget
@@ -65,7 +66,7 @@ class S3Source:
         self._opening = asyncio.Lock()
         self._client: S3Client | None = None
         self._retired: list[S3Client] = []
-        self._pool: ConnectionPool | None = None
+        self._lanes: Lanes | None = None
         self._reader: RangeReader | None = None
         self._addresses: dict[tuple[str, str | None], tuple[Address, float]] = {}
         life = _RENEW_SESSION_AFTER_SECONDS if location.is_directory else _RENEW_AFTER_SECONDS
@@ -246,13 +247,16 @@ class S3Source:
             )
             return
         if self._reader is None:
-            self._pool = ConnectionPool(
-                ssl_context=ssl_context_for(client.verify)
-                if client.api.meta.endpoint_url.startswith("https:")
-                else None,
+            is_secure = client.api.meta.endpoint_url.startswith("https:")
+            open_pool = functools.partial(
+                ConnectionPool,
+                ssl_context=ssl_context_for(client.verify) if is_secure else None,
                 connect_timeout_seconds=self._config.connect_timeout_seconds,
             )
-            self._reader = RangeReader(self._pool, self._config, self._policy, self._stats, self._pressure)
+            self._lanes = Lanes(
+                open_pool, most=most_lanes(self._config.receive_loops), use_uvloop=self._config.use_uvloop
+            )
+            self._reader = RangeReader(self._lanes, self._config, self._policy, self._stats, self._pressure)
 
         async def address(expired: Address | None) -> Address:
             return await self._address(item, expired)
@@ -291,8 +295,8 @@ class S3Source:
         return address
 
     async def close(self) -> None:
-        if self._pool is not None:
-            self._pool.close()
+        if self._lanes is not None:
+            await self._lanes.close()
         clients, self._client = [*self._retired, *([self._client] if self._client else [])], None
         self._retired = []
         for client in clients:

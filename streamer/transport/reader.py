@@ -18,6 +18,7 @@ from streamer.transport.checks import (
 from streamer.transport.connection import ConnectionDropped, HttpConnection, ResponseStalled
 from streamer.transport.failures import CredentialsExpired, Place, bad_response, classify, unavailable
 from streamer.transport.head import MalformedResponse, ResponseHead
+from streamer.transport.lanes import Lanes
 from streamer.transport.pool import ConnectFailed, ConnectionPool, Origin
 from streamer.transport.pressure import Pressure
 from streamer.transport.retry import Attempts, RetryPolicy, TransientFailure, call_with_retries
@@ -116,17 +117,17 @@ async def read_resuming(
 
 
 class RangeReader:
-    """Reads ranges through a `ConnectionPool`. One per source and event loop."""
+    """Reads ranges over connections of its own. One per source and event loop."""
 
     def __init__(
         self,
-        pool: ConnectionPool,
+        lanes: Lanes,
         config: StreamConfig,
         policy: RetryPolicy,
         stats: TransferStats,
         pressure: Pressure,
     ) -> None:
-        self._pool = pool
+        self._lanes = lanes
         self._pressure = pressure
         self._policy = policy
         self._stats = stats
@@ -147,14 +148,17 @@ class RangeReader:
 
         async def try_read(position: int, scatter: Scatter, renew: bool) -> None:
             nonlocal address
-            address = await target.address(address if renew else None)
-            await self._try(target, Place(target.url, position, end, target.version), address, scatter)
+            chosen = address = await target.address(address if renew else None)
+            place = Place(target.url, position, end, target.version)
+            await self._lanes.run(scatter.remaining, lambda pool: self._try(pool, target, place, chosen, scatter))
 
         await read_resuming(try_read, start, scatter, self._policy, self._stats, self._pressure)
 
-    async def _try(self, target: ReadTarget, place: Place, address: Address, scatter: Scatter) -> None:
+    async def _try(
+        self, pool: ConnectionPool, target: ReadTarget, place: Place, address: Address, scatter: Scatter
+    ) -> None:
         try:
-            connection = await self._pool.acquire(address.origin)
+            connection = await pool.acquire(address.origin)
         except ConnectFailed as failure:
             if failure.is_permanent:
                 raise SourceError(str(failure), hint=failure.hint, url=target.url) from failure
@@ -162,7 +166,7 @@ class RangeReader:
         try:
             await self._exchange(connection, address, target, place, scatter)
         finally:
-            self._pool.release(connection, address.origin)
+            pool.release(connection, address.origin)
 
     async def _exchange(
         self, connection: HttpConnection, address: Address, target: ReadTarget, place: Place, scatter: Scatter

@@ -18,10 +18,10 @@ from streamer.errors import SourceError, StreamError
 from streamer.fetch.budget import ByteBudget
 from streamer.fetch.buffers import BufferPool
 from streamer.fetch.engine import FetchEngine, request_bytes_for
-from streamer.fetch.loop import LoopThread
 from streamer.fetch.stream import Arrival, Direct, Discard, Read, Staged, open_stream
 from streamer.sources.base import ObjectInfo
 from streamer.sources.memory import MemorySource
+from streamer.transport.loop import LoopThread
 from streamer.transport.stats import TransferStats
 
 KIB = 1024

@@ -43,6 +43,12 @@ class LoopThread:
         self._thread = threading.Thread(target=self._run, name="s3stream-loop", daemon=True)
         self._thread.start()
 
+    @property
+    def thread_id(self) -> int:
+        """Of the thread, as `threading.get_ident` returns it there."""
+        assert self._thread.ident is not None
+        return self._thread.ident
+
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
