@@ -242,7 +242,7 @@ class FetchEngine:
             return open_stream(
                 layout.reads,
                 pool=self._pool,
-                concurrency=self.config.concurrency,
+                concurrency=lambda: max(self.config.concurrency, self.source.stats.concurrency),
                 private_gaps=self.config.integrity != "store",
                 exchange=exchange,
             )

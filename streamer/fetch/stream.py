@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from streamer.fetch.buffers import Buffer, Staging
 from streamer.sources.base import ObjectInfo, Source
@@ -104,12 +104,42 @@ class Exchange(Protocol):
 _GAP_SCRATCH_BYTES = 64 << 10
 
 
+class _Crew:
+    """Tasks that end together: when all have, or one with an error.
+
+    Attributes:
+        over: the error, or None.
+    """
+
+    def __init__(self) -> None:
+        self.over: asyncio.Future[BaseException | None] = asyncio.get_running_loop().create_future()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def add(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._note)
+
+    def _note(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if not self.over.done() and (error is not None or not self._tasks):
+            self.over.set_result(error)
+
+    async def disband(self) -> None:
+        """Cancel whoever is left, and wait until all have ended."""
+        left = list(self._tasks)
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+
+
 @contextlib.asynccontextmanager
 async def open_stream(
     reads: Iterable[Read],
     *,
     pool: Staging,
-    concurrency: int,
+    concurrency: Callable[[], int],
     private_gaps: bool = False,
     exchange: Exchange | None = None,
 ) -> AsyncIterator[AsyncIterator[Arrival]]:
@@ -118,16 +148,26 @@ async def open_stream(
     Args:
         reads: consumed lazily, in order.
         pool: staging memory.
-        concurrency: reads in flight.
+        concurrency: returns how many reads may be in flight; when it rises, more are started.
         private_gaps: a source looks at gaps too, so each needs memory of its own.
         exchange: with whom to share reads.
     """
     upcoming = iter(reads)
     arrived: asyncio.Queue[Arrival | BaseException | None] = asyncio.Queue()
     gap = None if private_gaps else memoryview(bytearray(_GAP_SCRATCH_BYTES))
+    crew = _Crew()
+
+    hired = 0
+
+    def hire() -> None:
+        nonlocal hired
+        while hired < concurrency():
+            hired += 1
+            crew.add(work())
 
     async def work() -> None:
         for read in upcoming:
+            hire()
             buffer = await pool.acquire(read.staged_bytes) if read.staged_bytes else None
             try:
                 await read.source.read_into(read.item, read.start, list(_memory(read, buffer, gap)))
@@ -140,17 +180,14 @@ async def open_stream(
                 arrived.put_nowait(Arrival(read.tag, buffer, pool.release))
 
     async def supervise() -> None:
-        workers = [asyncio.ensure_future(work()) for _ in range(concurrency)]
-        if exchange is not None:
-            workers.append(asyncio.ensure_future(exchange.run(arrived.put_nowait)))
         try:
-            done, _ = await asyncio.wait(workers, return_when=asyncio.FIRST_EXCEPTION)
-            failed = next((task for task in done if not task.cancelled() and task.exception()), None)
+            hire()
+            if exchange is not None:
+                crew.add(exchange.run(arrived.put_nowait))
+            outcome = await crew.over
         finally:
-            for task in workers:
-                task.cancel()
-            await asyncio.gather(*workers, return_exceptions=True)
-        arrived.put_nowait(failed.exception() if failed else None)
+            await crew.disband()
+        arrived.put_nowait(outcome)
 
     async def drain() -> AsyncGenerator[Arrival, None]:
         while True:

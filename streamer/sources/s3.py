@@ -296,7 +296,7 @@ class S3Source:
 
     async def close(self) -> None:
         if self._lanes is not None:
-            await self._lanes.close()
+            self._lanes.close()
         clients, self._client = [*self._retired, *([self._client] if self._client else [])], None
         self._retired = []
         for client in clients:

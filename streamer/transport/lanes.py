@@ -62,6 +62,9 @@ class Lanes:
         most: loops, the source's own included.
         use_uvloop: for the others.
         busy_share: of the time since the last look, beyond which a thread counts as the limit.
+
+    Attributes:
+        are_busy: the threads of all loops were, when they were looked at last.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class Lanes:
         self._busy_share = busy_share
         self._lanes: list[_Lane] = []
         self._looked_at = 0.0
+        self.are_busy = False
 
     def __repr__(self) -> str:
         return f"<Lanes {self.count} of {self._most}>"
@@ -105,18 +109,18 @@ class Lanes:
             self._looked_at = time.monotonic()
         if nbytes < _LEAST_BYTES:
             return self._lanes[0]
-        if len(self._lanes) < self._most:
-            self._look()
+        self._look()
         return min(self._lanes, key=lambda lane: lane.in_flight)
 
     def _look(self) -> None:
-        """Add a lane if all are busy computing."""
+        """Find out whether all threads are busy computing; if so, add one if there may be more."""
         now = time.monotonic()
         passed = now - self._looked_at
         if passed < _LOOK_SECONDS:
             return
         self._looked_at = now
-        if min(lane.computed() for lane in self._lanes) >= self._busy_share * passed:
+        self.are_busy = min(lane.computed() for lane in self._lanes) >= self._busy_share * passed
+        if self.are_busy and len(self._lanes) < self._most:
             self._add()
 
     def _add(self) -> None:
@@ -127,14 +131,14 @@ class Lanes:
             return
         self._lanes.append(_Lane(self._open_pool(), loop))
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """Close all connections and end the threads. Idempotent."""
         lanes, self._lanes = self._lanes, []
         for lane in lanes:
             if lane.loop is None:
                 lane.pool.close()
             else:
-                await asyncio.to_thread(lane.loop.close, _closing(lane.pool))
+                lane.loop.close(before=_closing(lane.pool))  # a matter of a moment, and nothing else is under way
 
 
 def _closing(pool: ConnectionPool) -> Callable[[], Coroutine[Any, Any, None]]:
@@ -150,7 +154,7 @@ async def _elsewhere(loop: LoopThread, work: Callable[[ConnectionPool], Awaitabl
     tasks: list[asyncio.Task[T]] = []
 
     def start() -> None:
-        task = asyncio.ensure_future(_as_coroutine(work(pool)))
+        task = asyncio.ensure_future(_call(work, pool))
         tasks.append(task)
         task.add_done_callback(lambda _: home.call_soon_threadsafe(ended.set_result, None))
 
@@ -168,5 +172,5 @@ async def _elsewhere(loop: LoopThread, work: Callable[[ConnectionPool], Awaitabl
     return tasks.pop().result()  # popped, or a traceback would keep the task, and the task the traceback
 
 
-async def _as_coroutine(awaitable: Awaitable[T]) -> T:
-    return await awaitable
+async def _call(work: Callable[[ConnectionPool], Awaitable[T]], pool: ConnectionPool) -> T:
+    return await work(pool)

@@ -3,7 +3,8 @@
 The number of requests in flight follows the store: up by one for each round of answers in time, down by a
 third when it says that it is asked too much, down a little when answers begin to take much longer than the
 quickest ones did (additive increase, multiplicative decrease, as in RFC 5681, section 3.1). A refusal counts
-once per round: the requests that were under way when it came would say the same thing again.
+once per round: the requests that were under way when it came would say the same thing again. The most that it may
+come to is itself found by trying (`streamer.transport.climb`), as long as the store takes everything.
 
 One object may be shared by several event loops of a process, each in its own thread.
 """
@@ -18,6 +19,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 
 from streamer.config import StreamConfig
+from streamer.transport.climb import Climb
 
 __all__ = ["Pressure"]
 
@@ -37,16 +39,16 @@ class Pressure:
     """Admits requests.
 
     Args:
-        config: `concurrency` is the most requests in flight; ``max_requests_per_second`` and
-            ``max_bytes_per_second`` are caps, if they are set.
+        config: `concurrency` is the most requests in flight to begin with, `max_concurrency` at any time;
+            ``max_requests_per_second`` and ``max_bytes_per_second`` are caps, if they are set.
         clock: replaced in tests.
     """
 
     def __init__(self, config: StreamConfig, clock: Callable[[], float] = time.monotonic) -> None:
-        self._most = config.concurrency
+        self._climb = Climb(config.concurrency, config.max_concurrency)
         self._clock = clock
         self._lock = threading.Lock()
-        self._limit = float(self._most)
+        self._limit = float(config.concurrency)
         self._in_flight = 0
         self._waiting: deque[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = deque()
         self._requests = _Rate(config.max_requests_per_second)
@@ -65,7 +67,7 @@ class Pressure:
     @property
     def is_lowered(self) -> bool:
         """Whether the store takes less than we would send."""
-        return self._limit < self._most
+        return self._limit < self._climb.limit
 
     @contextlib.asynccontextmanager
     async def admitted(self, nbytes: int) -> AsyncIterator[None]:
@@ -113,6 +115,21 @@ class Pressure:
             now = self._clock()
             return max(self._requests.charge(1, now), self._bytes.charge(nbytes, now))
 
+    def delivered(self, nbytes: int, *, is_cpu_bound: bool) -> None:
+        """Take note that a request, which is still counted as in flight, brought `nbytes`.
+
+        Args:
+            is_cpu_bound: this process is the limit, so that more requests would not help.
+        """
+        with self._lock:
+            before = self._climb.limit
+            # Not all of them: between two reads of the same worker there is a moment with none.
+            is_full = 4 * self._in_flight >= 3 * self.limit and not self.is_lowered and not is_cpu_bound
+            self._climb.note(nbytes, self._clock(), is_full=is_full)
+            if self._climb.limit != before and self._limit >= min(before, self._climb.limit):
+                self._limit = float(self._climb.limit)
+                self._admit_waiting()
+
     def answered(self, seconds: float) -> None:
         """Take note of an answer in good order whose head came after `seconds`."""
         with self._lock:
@@ -121,15 +138,16 @@ class Pressure:
             self._smoothed = before + _SMOOTHING * (seconds - before)
             slow = self._smoothed > max(_SLOW_RATIO * self._quickest, self._quickest + _SLOW_SECONDS)
             if not slow:
-                self._limit = min(float(self._most), self._limit + 1 / self._limit)
+                self._limit = min(float(self._climb.limit), self._limit + 1 / self._limit)
                 self._admit_waiting()
             else:
-                self._lower(_SLOW_FACTOR, min(self._limit, self._most * _LEAST_SHARE_WHEN_SLOW))
+                self._lower(_SLOW_FACTOR, min(self._limit, self._climb.limit * _LEAST_SHARE_WHEN_SLOW))
 
     def refused(self) -> None:
         """Take note that the store asked for fewer requests."""
         with self._lock:
             self.throttled += 1
+            self._climb.stop()
             self._lower(_THROTTLED_FACTOR, 1.0)
 
     def _lower(self, factor: float, least: float) -> None:

@@ -150,7 +150,12 @@ class RangeReader:
             nonlocal address
             chosen = address = await target.address(address if renew else None)
             place = Place(target.url, position, end, target.version)
-            await self._lanes.run(scatter.remaining, lambda pool: self._try(pool, target, place, chosen, scatter))
+            before = scatter.filled
+            try:
+                await self._lanes.run(scatter.remaining, lambda pool: self._try(pool, target, place, chosen, scatter))
+            finally:
+                self._pressure.delivered(scatter.filled - before, is_cpu_bound=self._lanes.are_busy)
+                self._stats.concurrency = self._pressure.limit
 
         await read_resuming(try_read, start, scatter, self._policy, self._stats, self._pressure)
 

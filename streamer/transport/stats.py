@@ -19,6 +19,7 @@ class TransferStats:
         resumed_bytes: bytes that a failed try had delivered and that were not asked for again.
         throttled: answers that asked for fewer requests.
         hedges: reads that were asked for a second time because they took long.
+        concurrency: requests in flight that serve best, as far as is known by now; 0 where nobody finds out.
         first_byte_at: ``time.monotonic`` when the first body was complete or under way; None before.
     """
 
@@ -28,6 +29,7 @@ class TransferStats:
     resumed_bytes: int = 0
     throttled: int = 0
     hedges: int = 0
+    concurrency: int = 0
     first_byte_at: float | None = None
 
     def note_bytes(self, count: int) -> None:

@@ -6,8 +6,8 @@ import asyncio
 import gc
 import multiprocessing
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, closing
 from dataclasses import dataclass, field
 
 import pytest
@@ -83,9 +83,15 @@ def staged(source: FakeSource, count: int, size: int = 64 * KIB) -> list[Read]:
     return [Read(source, ITEM, n * size, [Staged(0, size)], size, n) for n in range(count)]
 
 
+def stream_of(
+    reads: list[Read], pool: BufferPool, concurrency: int
+) -> AbstractAsyncContextManager[AsyncIterator[Arrival]]:
+    return open_stream(reads, pool=pool, concurrency=lambda: concurrency)
+
+
 async def collect(reads: list[Read], pool: BufferPool, concurrency: int = 4) -> dict[int, bytes]:
     found = {}
-    async with open_stream(reads, pool=pool, concurrency=concurrency) as stream:
+    async with stream_of(reads, pool, concurrency) as stream:
         async for arrival in stream:
             assert arrival.buffer is not None
             found[arrival.tag] = bytes(arrival.buffer.memory[: reads[arrival.tag].staged_bytes])
@@ -114,7 +120,7 @@ def test_segments_go_where_they_belong() -> None:
     )
 
     async def run() -> bytes:
-        async with open_stream([read], pool=BufferPool(1 << 20), concurrency=2) as stream:
+        async with stream_of([read], BufferPool(1 << 20), 2) as stream:
             async for arrival in stream:
                 assert arrival.buffer is not None
                 kept = bytes(arrival.buffer.memory[128:178])
@@ -129,7 +135,7 @@ def test_budget_is_held_until_the_consumer_lets_go() -> None:
     async def run() -> None:
         source, pool = FakeSource(), BufferPool(4 * 64 * KIB)
         held: list[Arrival] = []
-        async with open_stream(staged(source, 200), pool=pool, concurrency=32) as stream:
+        async with stream_of(staged(source, 200), pool, 32) as stream:
             async for arrival in stream:
                 held.append(arrival)
                 if len(held) == 4:
@@ -164,7 +170,7 @@ def test_consumer_error_is_seen_as_itself() -> None:
     async def run() -> None:
         source, pool = FakeSource(), BufferPool(1 << 20)
         with pytest.raises(ZeroDivisionError):
-            async with open_stream(staged(source, 100), pool=pool, concurrency=4) as stream:
+            async with stream_of(staged(source, 100), pool, 4) as stream:
                 async for _ in stream:
                     raise ZeroDivisionError
         assert source.active == 0
@@ -176,7 +182,7 @@ def test_consumer_error_is_seen_as_itself() -> None:
 def test_early_exit_cancels_and_waits() -> None:
     async def run() -> None:
         source, pool = FakeSource(gate=asyncio.Event()), BufferPool(1 << 20)
-        async with open_stream(staged(source, 100), pool=pool, concurrency=4):
+        async with stream_of(staged(source, 100), pool, 4):
             while len(source.started) < 4:
                 await asyncio.sleep(0)
         assert source.active == 0
@@ -303,23 +309,20 @@ def test_loop_thread_iterates_and_is_left_early(use_uvloop: bool) -> None:
     source = FakeSource()
     pool = BufferPool(1 << 20)
     with LoopThread(use_uvloop=use_uvloop) as loop:
-        with closing(loop.iterate(lambda: open_stream(staged(source, 100), pool=pool, concurrency=4))) as arrivals:
+        with closing(loop.iterate(lambda: stream_of(staged(source, 100), pool, 4))) as arrivals:
             for number, arrival in enumerate(arrivals):
                 if number == 3:
                     break
                 loop.call_soon(arrival.release)
         assert source.active == 0
         assert len(source.started) < 30
-        assert [
-            a.tag for a in loop.iterate(lambda: open_stream(staged(source, 2), pool=BufferPool(1 << 20), concurrency=1))
-        ] == [0, 1]
+        again = loop.iterate(lambda: stream_of(staged(source, 2), BufferPool(1 << 20), 1))
+        assert [arrival.tag for arrival in again] == [0, 1]
 
 
 def test_loop_thread_closed_while_an_iterator_is_open() -> None:
     loop = LoopThread()
-    arrivals = loop.iterate(
-        lambda: open_stream(staged(FakeSource(gate=asyncio.Event()), 3), pool=BufferPool(1 << 20), concurrency=2)
-    )
+    arrivals = loop.iterate(lambda: stream_of(staged(FakeSource(gate=asyncio.Event()), 3), BufferPool(1 << 20), 2))
     closer = threading.Timer(0.1, loop.close)
     closer.start()
     assert list(arrivals) == []

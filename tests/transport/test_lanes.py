@@ -52,15 +52,14 @@ def test_reads_are_spread_over_the_loops_and_short_ones_are_not() -> None:
         await grow(some, 3)
         long = await asyncio.gather(*(some.run(2 * MIB, where) for _ in range(9)))
         short = await asyncio.gather(*(some.run(1000, where) for _ in range(9)))
-        await some.close()
+        some.close()
         return long, short
 
-    before = threading.active_count()
     long, short = asyncio.run(run())
     home = threading.current_thread().name
     assert long.count(home) == 3
     assert set(short) == {home}
-    assert threading.active_count() == before
+    assert not any(thread.name == "s3stream-loop" for thread in threading.enumerate())
 
 
 def test_each_loop_has_its_own_connections() -> None:
@@ -74,7 +73,7 @@ def test_each_loop_has_its_own_connections() -> None:
             await asyncio.sleep(0.01)
 
         await asyncio.gather(*(some.run(MIB, note) for _ in range(4)))
-        await some.close()
+        some.close()
         return pools
 
     assert len({id(pool) for pool in asyncio.run(run())}) == 2
@@ -90,7 +89,7 @@ def test_an_idle_loop_is_not_the_limit() -> None:
         for _ in range(3):
             await some.run(MIB, wait)
         count = some.count
-        await some.close()
+        some.close()
         return count
 
     assert asyncio.run(run()) == 1
@@ -108,7 +107,7 @@ def test_a_busy_loop_is() -> None:
         for _ in range(5):
             await some.run(MIB, compute)
         count = some.count
-        await some.close()
+        some.close()
         return count
 
     assert asyncio.run(run()) == 2
@@ -124,7 +123,7 @@ def test_errors_come_home() -> None:
             raise LookupError(threading.current_thread().name)
 
         outcomes = await asyncio.gather(*(some.run(MIB, fail) for _ in range(4)), return_exceptions=True)
-        await some.close()
+        some.close()
         assert [type(outcome) for outcome in outcomes] == [LookupError] * 4
         assert len({str(outcome) for outcome in outcomes}) == 2
 
@@ -158,7 +157,7 @@ def test_a_cancelled_read_has_ended_when_the_caller_goes_on() -> None:
         outcomes = await asyncio.gather(*tasks, return_exceptions=True)
         assert [type(outcome) for outcome in outcomes] == [asyncio.CancelledError] * 2
         assert all(ended.acquire(blocking=False) for _ in range(2))
-        await some.close()
+        some.close()
 
     asyncio.run(run())
 
@@ -175,7 +174,7 @@ def test_no_more_loops_than_files_may_be_opened(monkeypatch: pytest.MonkeyPatch)
             await asyncio.sleep(0.25)
         monkeypatch.undo()
         count = some.count
-        await some.close()
+        some.close()
         return count
 
     assert asyncio.run(run()) == 1
