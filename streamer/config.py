@@ -112,6 +112,10 @@ class StreamConfig:
     share_timeout_seconds: float = 600.0
     """How long a rank waits for the others when they meet: before weights are read, and when they have been."""
 
+    overlap_tensors: int = 16384
+    """After how many tensors what was traced so far is fetched while the trace goes on; 0: never. Tracing so many takes
+    two seconds, and each such start costs the tail of the requests before it, which is more where there are fewer."""
+
     cache_dir: str | None = None
     """Folder for configuration, tokenizers and code of models served from URLs; never for weights.
     ``$XDG_CACHE_HOME/s3stream`` or ``~/.cache/s3stream`` if not given."""
@@ -199,6 +203,7 @@ class StreamConfig:
             ("request_bytes", 64 * KIB),
             ("buffer_bytes", LEAST_BUFFER_BYTES),
             ("coalesce_gap_bytes", 0),
+            ("overlap_tensors", 0),
             ("header_read_bytes", 8),
             ("retry_attempts", 1),
             ("min_rate_bytes_per_second", 0),

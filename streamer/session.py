@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 
+from streamer.books import Books, OpenedPart, summarise
 from streamer.checkpoint.checkpoint import Checkpoint, TensorInfo
 from streamer.config import StreamConfig
 from streamer.errors import ConfigError
 from streamer.fetch.eager import iterate_tensors
-from streamer.fetch.engine import FetchEngine, Filled, Progress
+from streamer.fetch.engine import FetchEngine, FillTimes, Progress
 from streamer.fetch.fill import CopyJob
+from streamer.fetch.flight import Flight
 from streamer.fetch.headers import OpenedCheckpoint
-from streamer.report import Cast, Checksums, LoadReport, LoadTimes, Verified
+from streamer.report import LoadReport
 from streamer.share.group import Group
 from streamer.share.settling import settle_checksums
 from streamer.share.sharing import SharedFile, Sharing
@@ -28,48 +30,11 @@ from streamer.trace.barrier import tracing
 from streamer.trace.leaks import refuse_leaks
 from streamer.trace.storages import ModelStorages
 from streamer.trace.tracer import Tracer
-from streamer.trace.unused import unused_tensors
-from streamer.transport.stats import TransferStats
 from streamer.verify import verify_copies
 
 __all__ = ["LoadSession", "OpenedPart"]
 
 Result = TypeVar("Result")
-
-
-@dataclass(slots=True)
-class OpenedPart:
-    """A checkpoint that takes part in a load, usually the only one.
-
-    Attributes:
-        tensors: those to hand out, in file and data order, under the names the model is given, with
-            files numbered across all parts.
-    """
-
-    engine: FetchEngine
-    opened: OpenedCheckpoint
-    tensors: list[TensorInfo]
-    first_file: int
-    header_bytes: int
-    before: TransferStats
-    began: float
-
-    @property
-    def checkpoint(self) -> Checkpoint:
-        return self.opened.checkpoint
-
-
-@dataclass(slots=True)
-class _Books:
-    """What is summed up while a load runs."""
-
-    fills: list[Filled] = field(default_factory=list)
-    headers_seconds: float = 0.0
-    loaded: frozenset[str] = frozenset()
-    unexpected: tuple[str, ...] = ()
-    verified: Verified | None = None
-    verified_bytes: int = 0
-    checksums: Checksums | None = None
 
 
 class LoadSession:
@@ -81,6 +46,10 @@ class LoadSession:
         model: see `streamer.load`.
         progress: called with bytes arrived and bytes wanted, per batch of reads.
         group: the ranks that load together, each with a session of its own, doing the same.
+
+    Attributes:
+        may_overlap: fetch what was traced so far while the trace goes on. Set it to false, on all ranks, before
+            `open`, if the model's code makes ranks wait for each other while it loads, in an order of its own.
 
     Raises:
         ConfigError: ``share=require``, and there is no group.
@@ -99,8 +68,8 @@ class LoadSession:
         self._items: list[ObjectInfo] = []
         self._stack = contextlib.ExitStack()
         self._stack.callback(self.tracer.close)
-        self._books = _Books()
-        self._began = time.monotonic()
+        self._books = Books(began=time.monotonic())
+        self.may_overlap = True
         self._sharing: Sharing | None = None
         if group is None and config.share == "require":
             raise ConfigError(
@@ -123,6 +92,10 @@ class LoadSession:
 
     def close(self) -> None:
         """End the load: close the sources; lazy tensors that are left raise when used. Idempotent."""
+        for flight in self._books.flights:
+            if not flight.is_over:
+                self._parts[0].engine.loop.interrupt()
+                flight.wait()
         self._stack.close()
 
     # -- before: what there is to load -----------------------------------------------------------------
@@ -155,14 +128,20 @@ class LoadSession:
         before = dataclasses.replace(source.stats)  # a source may have been used before
         opened = self._read_headers(engine, only)
         first = len(self._items)
-        tensors = [
-            dataclasses.replace(info, name=prefix + info.name, file=first + info.file) if prefix or first else info
-            for info in opened.checkpoint.tensors.values()
-            if keep is None or keep(opened.checkpoint, info)
-        ]
+        tensors, marks = [], []
+        # Counted over all tensors of the checkpoint, so that ranks that are shown different ones meet at the same.
+        for number, info in enumerate(opened.checkpoint.tensors.values(), 1):
+            if keep is None or keep(opened.checkpoint, info):
+                moved = prefix or first
+                tensors.append(
+                    dataclasses.replace(info, name=prefix + info.name, file=first + info.file) if moved else info
+                )
+            every = self.config.overlap_tensors
+            if every and number % every == 0 and number < len(opened.checkpoint.tensors):
+                marks.append(len(tensors))
         received = source.stats.bytes_received - before.bytes_received
         source.stats.first_byte_at = None
-        part = OpenedPart(engine, opened, tensors, first, received, before, began)
+        part = OpenedPart(engine, opened, tensors, tuple(marks), first, received, before)
         self._parts.append(part)
         self._items.extend(opened.items)
         self._books.headers_seconds += time.monotonic() - began
@@ -193,9 +172,32 @@ class LoadSession:
         return self._lazy_weights(part)
 
     def _lazy_weights(self, part: OpenedPart) -> Iterator[tuple[str, torch.Tensor]]:
-        for info in part.tensors:
+        done = 0
+        for mark in part.marks:
+            for info in part.tensors[done:mark]:
+                self.tracer.copies.look()
+                yield info.name, self.tracer.lazy(info)
+            done = mark
+            if self.may_overlap:
+                with self._together():
+                    self.tracer.copies.launch(self._launch)
+        for info in part.tensors[done:]:
+            self.tracer.copies.look()
             yield info.name, self.tracer.lazy(info)
         self._complete_all()
+
+    def _launch(self, jobs: Sequence[CopyJob]) -> Flight | None:
+        flight = None
+        if self._sharing is not None and self._sharing.is_open:
+            launched = self._sharing.launch(jobs, self._progress)
+            if launched is not None:
+                filled, flight = launched
+                self._books.fills.append(filled)
+        if flight is None and jobs:
+            flight = Flight(functools.partial(self._fill_alone, jobs, FillTimes()))
+        if flight is not None:
+            self._books.flights.append(flight)
+        return flight
 
     def _complete_all(self, *, is_last: bool = False) -> None:
         with self._together(is_last=is_last):
@@ -242,7 +244,7 @@ class LoadSession:
         return result
 
     def _received(self) -> int:
-        return sum(part.engine.source.stats.bytes_received - part.before.bytes_received for part in self._parts)
+        return sum(part.received_bytes for part in self._parts)
 
     def _part_of(self, file: int) -> OpenedPart:
         return self._parts[bisect_right(self._parts, file, key=lambda part: part.first_file) - 1]
@@ -253,12 +255,15 @@ class LoadSession:
             if filled is not None:
                 self._books.fills.append(filled)
                 return
+        self._fill_alone(jobs)
+
+    def _fill_alone(self, jobs: Sequence[CopyJob], times: FillTimes | None = None) -> None:
         by_part: dict[int, list[CopyJob]] = {}
         for job in jobs:
             by_part.setdefault(self._part_of(job.file).first_file, []).append(job)
         for first_file, group in by_part.items():
             engine = self._part_of(first_file).engine
-            self._books.fills.append(engine.fill(group, self._items, self._progress))
+            self._books.fills.append(engine.fill(group, self._items, self._progress, times))
 
     def _read(self, reads: Sequence[tuple[int, int, int]]) -> list[bytes]:
         """Read ``(file, start, end)`` ranges, without the planner, in the order given."""
@@ -289,61 +294,4 @@ class LoadSession:
 
     def report(self) -> LoadReport:
         """Sum up, after `run`."""
-        parts, tracer = self._parts, self.tracer
-        traced = self.config.mode == "trace"
-        expected = self.expected()
-        unused: dict[str, str] = {}
-        if traced:
-            for part in parts:
-                unused.update(unused_tensors(tracer, [info.name for info in part.tensors]))
-        deltas = [(part.engine.source.stats, part.before) for part in parts]
-        fills = self._books.fills
-        return LoadReport(
-            url=parts[0].checkpoint.url,
-            mode=self.config.mode,
-            expected=tuple(expected),
-            loaded=tuple(name for name, tensor in expected.items() if self._is_loaded(name, tensor)),
-            ignored={name: why for name, why in unused.items() if name not in self._books.unexpected},
-            unexpected=self._books.unexpected,
-            unindexed=tuple(name for part in parts for name in part.checkpoint.unindexed),
-            checkpoint_bytes=sum(part.checkpoint.nbytes for part in parts),
-            needed_bytes=sum(fill.needed_bytes for fill in fills)
-            if traced
-            else sum(info.nbytes for part in parts for info in part.tensors),
-            fetched_bytes=self._received() - self._books.verified_bytes - sum(part.header_bytes for part in parts),
-            over_read_bytes=sum(fill.over_read_bytes for fill in fills),
-            header_bytes=sum(part.header_bytes for part in parts),
-            requests=sum(now.requests - before.requests for now, before in deltas),
-            throttled=sum(now.throttled - before.throttled for now, before in deltas),
-            hedges=sum(now.hedges - before.hedges for now, before in deltas),
-            retries=sum(now.retries - before.retries for now, before in deltas),
-            resumed_bytes=sum(now.resumed_bytes - before.resumed_bytes for now, before in deltas),
-            copies=tracer.copies.recorded,
-            casts=tuple(Cast(source, target, count) for (source, target), count in sorted(tracer.copies.casts.items())),
-            materialised=tuple(tracer.values.materialised),
-            peak_buffer_bytes=max(part.engine.peak_buffer_bytes for part in parts),
-            verified=self._books.verified,
-            sharing=None if self._sharing is None else self._sharing.report(),
-            checksums=self._books.checksums,
-            times=self._times(),
-        )
-
-    def _is_loaded(self, name: str, tensor: torch.Tensor) -> bool:
-        return not tensor.is_meta and (name in self._books.loaded or self.tracer.copies.writes.reached(tensor))
-
-    def _times(self) -> LoadTimes:
-        engines = [part.engine for part in self._parts]
-        plan = sum(engine.times.plan for engine in engines)
-        fetch = sum(engine.times.fetch for engine in engines)
-        copy = sum(engine.times.copy for engine in engines)
-        first = [stamp for engine in engines if (stamp := engine.source.stats.first_byte_at) is not None]
-        total = time.monotonic() - self._began
-        return LoadTimes(
-            headers=self._books.headers_seconds,
-            trace=max(0.0, total - self._books.headers_seconds - plan - fetch - copy),
-            plan=plan,
-            first_byte=min(first) - self._began if first else None,
-            fetch=fetch,
-            copy=copy,
-            total=total,
-        )
+        return summarise(self.config, self._parts, self.tracer, self._books, self.expected(), self._sharing)

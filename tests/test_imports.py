@@ -31,6 +31,7 @@ LAYERS = [
     "trace",
     "verify",
     "missing",
+    "books",
     "session",
     "loader",
     "artifacts",

@@ -22,7 +22,7 @@ from streamer.session import LoadSession
 from vllm_s3stream.groups import group_that_loads
 from vllm_s3stream.options import PluginOptions
 from vllm_s3stream.progress import byte_progress
-from vllm_s3stream.quantisation import complete_before_processing, finish_delayed_layers
+from vllm_s3stream.quantisation import complete_before_processing, finish_delayed_layers, is_quantised_online
 from vllm_s3stream.reports import write_report
 from vllm_s3stream.sharded import files_of_this_rank, fill_state_dict
 from vllm_s3stream.torchao import unflattened
@@ -81,6 +81,7 @@ class S3StreamLoader(DefaultModelLoader):  # type: ignore[misc]  # no types of v
             self._use(session),
             complete_before_processing(model, session.complete_touching, session.complete_touching_alone),
         ):
+            session.may_overlap = not is_quantised_online(model)  # vLLM's own collectives are among the layers
             if self._options.sharded:
                 self._load_sharded(session, model, model_config)
             else:

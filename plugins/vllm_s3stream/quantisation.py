@@ -18,7 +18,7 @@ from torch import nn
 from streamer.trace.lazy import LazyTensor
 from vllm_s3stream.versions import require
 
-__all__ = ["complete_before_processing", "finish_delayed_layers"]
+__all__ = ["complete_before_processing", "finish_delayed_layers", "is_quantised_online"]
 
 #: Completes the copies into some tensors.
 Complete = Callable[[Sequence[torch.Tensor]], None]
@@ -63,6 +63,11 @@ def _has_whole_experts(method: Any) -> bool:
     return bool(getattr(getattr(method, "moe", None), "use_ep", False))
 
 
+def is_quantised_online(model: nn.Module) -> bool:
+    """Whether vLLM processes layers of `model` in the middle of a load."""
+    return any(True for _ in _online_methods(model))
+
+
 def _online_methods(model: nn.Module) -> Iterator[Any]:
     for module in model.modules():
         method = getattr(module, "quant_method", None)
@@ -77,7 +82,7 @@ def finish_delayed_layers(model: nn.Module, model_config: Any) -> None:
     after ``load_weights``, when the load is over and lazy tensors have no source any more. It does so again
     then, and finds nothing left to do.
     """
-    if not any(True for _ in _online_methods(model)):
+    if not is_quantised_online(model):
         return
     from vllm.model_executor.model_loader import reload
 

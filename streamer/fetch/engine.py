@@ -194,12 +194,19 @@ class FetchEngine:
         self._loop.run(self.source.read_into(item, start, [memoryview(body)]))
         return bytes(body)
 
-    def fill(self, jobs: Sequence[CopyJob], items: Sequence[ObjectInfo], progress: Progress | None = None) -> Filled:
+    def fill(
+        self,
+        jobs: Sequence[CopyJob],
+        items: Sequence[ObjectInfo],
+        progress: Progress | None = None,
+        times: FillTimes | None = None,
+    ) -> Filled:
         """Read everything `jobs` need and put it where it belongs; when this returns, it is there.
 
         Args:
             jobs: destinations must not overlap; they are filled in no particular order.
             items: the checkpoint's objects, by file number.
+            times: where to add up, instead of the engine's own: somebody does something else meanwhile.
 
         Raises:
             SourceError: some destinations may then be filled and others not, but no read is under way.
@@ -212,8 +219,9 @@ class FetchEngine:
         )
         requests = dict(enumerate(plan.requests))
         layout = lay_out(jobs, requests, lambda file: (self.source, items[file]))
-        self.times.plan += time.perf_counter() - began
-        self.carry_out(layout, requests, progress)
+        times = self.times if times is None else times
+        times.plan += time.perf_counter() - began
+        self.carry_out(layout, requests, progress, times=times)
         return Filled(plan.needed_bytes, plan.over_read_bytes)
 
     def carry_out(
@@ -222,11 +230,13 @@ class FetchEngine:
         requests: Mapping[int, Request],
         progress: Progress | None = None,
         exchange: Exchange | None = None,
+        times: FillTimes | None = None,
     ) -> None:
         """Make the reads of `layout` and copy what each brings, and what `exchange` delivers.
 
         Args:
             requests: that `layout` was made of.
+            times: see `fill`.
 
         Raises:
             StreamError: see `fill`.
@@ -256,5 +266,6 @@ class FetchEngine:
                 if progress is not None and arrival.tag in ours:
                     arrived += requests[arrival.tag].nbytes
                     progress(arrived, total)
-        self.times.copy += copying
-        self.times.fetch += time.perf_counter() - began - copying
+        times = self.times if times is None else times
+        times.copy += copying
+        times.fetch += time.perf_counter() - began - copying

@@ -9,22 +9,31 @@ whoever has nothing left to ask for joins the others' rounds until all are as fa
 from __future__ import annotations
 
 import contextlib
-import copy
 import hashlib
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
-from typing import Any, TypeVar
+from functools import partial
+from typing import TypeVar
 
 from streamer.config import StreamConfig
 from streamer.errors import LoadError, StreamError
-from streamer.fetch.engine import FetchEngine, Filled, Progress, part_of, request_bytes_for, slab_bytes_for
+from streamer.fetch.engine import (
+    FetchEngine,
+    Filled,
+    FillTimes,
+    Progress,
+    part_of,
+    request_bytes_for,
+    slab_bytes_for,
+)
 from streamer.fetch.fill import CopyJob, demand_of, lay_out
+from streamer.fetch.flight import Flight
 from streamer.plan.sharing import SharedRead, pack, partition, pieces_of, spans_of, unpack
 from streamer.report import Sharing as SharingReport
 from streamer.share.group import Group
+from streamer.share.messages import Message, Stage, first_error, with_rank
 from streamer.share.node import Node
 from streamer.sources.base import ObjectInfo, Source
 
@@ -34,15 +43,6 @@ T = TypeVar("T")
 
 #: How long a rank that failed waits for the others, to tell them.
 _FAREWELL_SECONDS = 30.0
-
-
-class _Stage(IntEnum):
-    ASKING = 0
-    """There may be more to ask for before the code that waits can go on."""
-    WAITING = 1
-    """What was asked for must be there before the code can go on."""
-    OVER = 2
-    """There will be nothing more in this load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,30 +56,6 @@ class SharedFile:
     source: Source
     item: ObjectInfo
     origins: Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class _Message:
-    """What a rank says when all meet.
-
-    Attributes:
-        purpose: must be the same on all.
-        host: identity of its machine.
-        files: digest of the files that it numbers.
-        spans: that it needs, packed.
-        fetched_bytes: since the load began.
-        error: why it gives up.
-        value: what it has for the others.
-    """
-
-    purpose: str
-    stage: _Stage
-    host: str
-    files: bytes = b""
-    spans: bytes = b""
-    fetched_bytes: int = 0
-    error: StreamError | None = None
-    value: Any = None
 
 
 class Sharing:
@@ -100,6 +76,7 @@ class Sharing:
         self._fetched_bytes = fetched_bytes
         self._host = group.host
         self._node: Node | None = None
+        self._flight: Flight | None = None
         self._is_placed = False
         self.has_parted = False
         self.is_open = False
@@ -126,7 +103,7 @@ class Sharing:
         Raises:
             StreamError: another rank failed, or does something else.
         """
-        message = _Message(purpose, _Stage.ASKING, self._host, fetched_bytes=self._fetched_bytes(), value=value)
+        message = Message(purpose, Stage.ASKING, self._host, fetched_bytes=self._fetched_bytes(), value=value)
         return [answer.value for answer in self._meet(message)]
 
     @property
@@ -156,7 +133,7 @@ class Sharing:
         self.is_open = True
         try:
             yield
-            mine = _Stage.OVER if is_last else _Stage.WAITING
+            mine = Stage.OVER if is_last else Stage.WAITING
             while min(self._round((), mine, None)[0]) < mine:
                 pass
         finally:
@@ -171,17 +148,22 @@ class Sharing:
         Raises:
             StreamError: this rank failed, or another did.
         """
-        return self._round(jobs, _Stage.ASKING, progress)[1]
+        return self._round(jobs, Stage.ASKING, progress)[1]
+
+    def launch(self, jobs: Sequence[CopyJob], progress: Progress | None = None) -> tuple[Filled, Flight] | None:
+        """Begin to `fill`; others that fill meanwhile wait for what was launched on all ranks."""
+        filled = self._round(jobs, Stage.ASKING, progress, goes_on=True)[1]
+        return None if filled is None or self._flight is None else (filled, self._flight)
 
     def _round(
-        self, jobs: Sequence[CopyJob], stage: _Stage, progress: Progress | None
-    ) -> tuple[list[_Stage], Filled | None]:
+        self, jobs: Sequence[CopyJob], stage: Stage, progress: Progress | None, *, goes_on: bool = False
+    ) -> tuple[list[Stage], Filled | None]:
         began = time.perf_counter()
         gap = self._config.coalesce_gap_bytes
         demands = [demand_of(job) for job in jobs]
         spans = pack(spans_of(demands, gap))
         digest = self._digest.digest()
-        answers = self._meet(_Message("load", stage, self._host, digest, spans, self._fetched_bytes()))
+        answers = self._meet(Message("load", stage, self._host, digest, spans, self._fetched_bytes()))
         here = [rank for rank, answer in enumerate(answers) if answer.host == self._host]
         stages = [answer.stage for answer in answers]
         asked = [rank for rank, answer in enumerate(answers) if answer.spans]
@@ -216,8 +198,18 @@ class Sharing:
             if target.tensor.device.type == "cuda":
                 node.arena.pin_for(target.tensor.device)
                 break
-        self._engines[0].carry_out(layout, requests, progress, exchange=node.round(reads))
+        self._land()  # what the other ranks send is about one round at a time
+        carry_out = partial(self._engines[0].carry_out, layout, requests, progress, exchange=node.round(reads))
+        if goes_on:
+            self._flight = Flight(partial(carry_out, times=FillTimes()))
+        else:
+            carry_out()
         return stages, self._account(reads, node.place, sum(demand.view.nbytes for demand in demands))
+
+    def _land(self) -> None:
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            flight.land()
 
     def _read_from(self, number: int) -> tuple[Source, ObjectInfo]:
         return self._files[number].source, self._files[number].item
@@ -256,7 +248,7 @@ class Sharing:
         assert self._node is not None
         engine.stage_in(self._node.pool, request_bytes_for(part_of(self._config, len(self._node.ranks))))
 
-    def _meet(self, message: _Message) -> list[_Message]:
+    def _meet(self, message: Message) -> list[Message]:
         """Exchange messages with all ranks.
 
         Raises:
@@ -268,7 +260,7 @@ class Sharing:
         except LoadError:
             self.has_parted = True  # it will not work the next time either
             raise
-        error = _first_error(answers)
+        error = first_error(answers)
         if error is not None:
             self.has_parted = True
             raise error
@@ -297,14 +289,14 @@ class Sharing:
         if self.has_parted:
             return None
         self.has_parted = True
-        said = _with_rank(error, self._group.rank)
+        said = with_rank(error, self._group.rank)
         if self._node is not None:
             self._node.give_up(said)
         # One that is gone, or stuck, is an error of its own, of which the others hear in the same way.
         try:
             timeout = min(_FAREWELL_SECONDS, self._config.share_timeout_seconds)
-            message = _Message("failure", _Stage.OVER, self._host, error=said)
-            chosen = _first_error(self._group.gather(message, timeout_seconds=timeout))
+            message = Message("failure", Stage.OVER, self._host, error=said)
+            chosen = first_error(self._group.gather(message, timeout_seconds=timeout))
         except LoadError:
             return None
         return chosen if chosen is not None and chosen.rank != said.rank and isinstance(error, Exception) else None
@@ -324,23 +316,3 @@ class Sharing:
         node, self._node = self._node, None
         if node is not None:
             node.close()
-
-
-def _first_error(answers: Sequence[_Message]) -> StreamError | None:
-    """Return the lowest rank's own error; others may only pass on what they heard from it."""
-    errors = [(answer.error, rank) for rank, answer in enumerate(answers) if answer.error is not None]
-    own = (error for error, rank in errors if error.rank == rank)
-    return next(own, errors[0][0] if errors else None)
-
-
-def _with_rank(error: BaseException, rank: int) -> StreamError:
-    """Return what other ranks shall raise."""
-    if not isinstance(error, StreamError):
-        return _with_rank(LoadError(f"{type(error).__name__}: {error}", hint="see the log of that rank"), rank)
-    if error.rank is not None:
-        return error
-    said = copy.copy(error)
-    said.__cause__ = said.__context__ = said.__traceback__ = None
-    said.rank = rank
-    said.message = f"on rank {rank}, {error.message}"
-    return said

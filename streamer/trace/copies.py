@@ -1,14 +1,20 @@
-"""The copies a model's loading code makes out of lazy tensors: recorded, kept apart, carried out."""
+"""The copies a model's loading code makes out of lazy tensors: recorded, kept apart, carried out.
+
+What was recorded may be carried out while more is recorded. Such copies count as pending until they have landed, so
+that whoever touches their bytes waits for them, but they can be replaced no more.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from streamer.fetch.fill import CopyJob
+from streamer.fetch.flight import Flight
 from streamer.plan.geometry import View
 from streamer.trace.layout import view_of
 from streamer.trace.lazy import DeferredBase, LazyTensor, describe_base
@@ -73,6 +79,8 @@ class Copies:
         self.casts: Counter[tuple[str, str]] = Counter()
         self.superseded: dict[str, str] = {}
         self.writes = WriteLog()
+        self._flight: Flight | None = None
+        self._airborne: list[Pending] = []
 
     def record(self, destination: torch.Tensor, source: LazyTensor) -> torch.Tensor:
         """Do ``destination.copy_(source)``, now or later; returns the destination, as the operation does."""
@@ -108,7 +116,7 @@ class Copies:
         """Drop the copies that one from `source` into `window` replaces, and complete the other ones that it meets."""
         blocking = []
         for earlier in overlapped:
-            if earlier.window == window and earlier.destination.dtype == dtype:
+            if earlier.window == window and earlier.destination.dtype == dtype and not earlier.is_airborne:
                 self.pending.remove(earlier)
                 self.superseded[describe_base(earlier.source.lazy_base)] = describe_base(source.lazy_base)
             else:
@@ -125,18 +133,64 @@ class Copies:
         if hit:
             self.complete([hit[number] for number in sorted(hit)])
 
+    def launch(self, start: Callable[[Sequence[CopyJob]], Flight | None]) -> None:
+        """Have what was recorded fetched while more is recorded, but for what must be computed.
+
+        Args:
+            start: begins to fetch; None if that came to nothing, or is over already.
+        """
+        self.land()
+        copies, jobs = [], []
+        for copy in self.pending.all():
+            job = job_for(copy.source, copy.destination)
+            if job is not None:
+                copies.append(copy)
+                jobs.append(job)
+        with self._values.working():
+            flight = start(jobs)
+        for copy in copies:
+            mark_used(copy.source.lazy_base)
+            copy.is_airborne = True
+        self._airborne, self._flight = copies, flight
+        if flight is None:
+            self.land()
+
+    def look(self) -> None:
+        """Raise the error of what was launched, if it has ended in one."""
+        if self._flight is not None and self._flight.is_over:
+            self.land()
+
+    def land(self) -> None:
+        """Wait for what was launched."""
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            flight.land()
+        for copy in self._airborne:
+            self.pending.remove(copy)
+        if self._keep_completed:
+            self.completed.extend(_remember(copy) for copy in self._airborne)
+        self._airborne = []
+
     def close(self) -> None:
-        """Forget what was not carried out, and the model."""
+        """Forget what was not carried out, and the model. Nothing writes to that any more."""
+        if self._flight is not None:
+            self._flight.wait()
+            self._flight = None
+        self._airborne = []
         self.pending = PendingCopies()
         self.completed.clear()
         self._storages = ModelStorages(None)
 
     def complete_all(self) -> None:
         """Carry out everything recorded so far."""
+        self.land()
         self._carry_out(self.pending.take_all())
 
     def complete(self, copies: Sequence[Pending]) -> None:
         """Fetch what `copies`, which are pending, need and carry them out."""
+        if any(copy.is_airborne for copy in copies):
+            self.land()
+            copies = [copy for copy in copies if not copy.is_airborne]
         for copy in copies:
             self.pending.remove(copy)
         self._carry_out(copies)

@@ -36,6 +36,7 @@ class Pending:
         window: the bytes of the destination's storage that will be written.
         number: order of recording.
         serial: of the write, in the `WriteLog`.
+        is_airborne: it is being carried out.
     """
 
     destination: torch.Tensor
@@ -44,6 +45,7 @@ class Pending:
     window: View
     number: int
     serial: int
+    is_airborne: bool = False
 
 
 _number = attrgetter("number")

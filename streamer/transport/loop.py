@@ -91,6 +91,10 @@ class LoopThread:
             future.cancel()
             raise
 
+    def interrupt(self) -> None:
+        """Cancel what runs now, and wait until it has ended."""
+        self.run(_cancel_others())
+
     def call_soon(self, callback: Callable[[], object]) -> None:
         """Run `callback` in the loop's thread, soon."""
         self._loop.call_soon_threadsafe(callback)
@@ -143,11 +147,15 @@ class LoopThread:
             raise end.error
 
 
-async def _wind_down(before: Callable[[], Coroutine[Any, Any, None]] | None) -> None:
+async def _cancel_others() -> None:
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()
     await asyncio.gather(*others, return_exceptions=True)
+
+
+async def _wind_down(before: Callable[[], Coroutine[Any, Any, None]] | None) -> None:
+    await _cancel_others()
     if before is not None:
         await before()
     loop = asyncio.get_running_loop()

@@ -247,10 +247,12 @@ def test_what_our_objects_look_like(server: ObjectServer, planted: None, monkeyp
                 assert "X-Amz-Security-Token" in address.request_target, "the test looks at the right thing"
                 assert address.origin.proxy is not None
                 assert PROXY_PASSWORD not in (address.origin.proxy.authorization or "")
-                assert source._pool is not None
-                connections = [each for idle in source._pool._idle.values() for each in idle]
+                assert source._lanes is not None
+                (lane,) = source._lanes._lanes
+                connections = [each for idle in lane.pool._idle.values() for each in idle]
                 assert connections
-                shown = [source, vars(source), config, item, address, address.origin, client, source._pool, connections]
+                shown = [source, vars(source), config, item, address, address.origin, client]
+                shown += [source._lanes, lane, vars(lane), lane.pool, connections]
                 return "\n".join(f"{each!r} {each}" for each in shown)
             finally:
                 await source.close()

@@ -98,9 +98,14 @@ def header_bytes(objects: Mapping[str, bytes]) -> int:
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("buffer_bytes", [1 << 26, 256 << 10])
-def test_every_byte_is_fetched_once(size: int, buffer_bytes: int) -> None:
+@pytest.mark.parametrize("overlap_tensors", [0, 1, 3])
+def test_every_byte_is_fetched_once(size: int, buffer_bytes: int, overlap_tensors: int) -> None:
     objects = objects_of(STATE)
-    options: dict[str, Any] = {"buffer_bytes": buffer_bytes, "header_read_bytes": header_bytes(objects)}
+    options: dict[str, Any] = {
+        "buffer_bytes": buffer_bytes,
+        "header_read_bytes": header_bytes(objects),
+        "overlap_tensors": overlap_tensors,
+    }
     ranks = on_ranks(size, load_plainly, lambda _: CountingSource(objects), **options)
     check(ranks)
     total = sum(tensor.nbytes for tensor in STATE.values())
@@ -128,7 +133,8 @@ def test_reading_is_dealt_out_evenly() -> None:
     assert max(each) - min(each) < 0.4 * max(each), each
 
 
-def test_an_arena_of_two_slots_cannot_deadlock() -> None:
+@pytest.mark.parametrize("overlap_tensors", [0, 1])
+def test_an_arena_of_two_slots_cannot_deadlock(overlap_tensors: int) -> None:
     """One slot for each rank, every read shared, and ranks that copy at very different speeds."""
     objects = objects_of(*({f"row{file}_{number}": torch.randn(128, 256) for number in range(4)} for file in range(3)))
     state = {name: value for body in objects.values() for name, value in safetensors.torch.load(body).items()}
@@ -147,7 +153,9 @@ def test_an_arena_of_two_slots_cannot_deadlock() -> None:
             session.run(lambda: load_weights(session.weights(opened)))
             rank.report = session.report()
 
-    ranks = on_ranks(2, load, lambda _: CountingSource(objects), buffer_bytes=128 << 10)
+    ranks = on_ranks(
+        2, load, lambda _: CountingSource(objects), buffer_bytes=128 << 10, overlap_tensors=overlap_tensors
+    )
     for rank in ranks:
         if rank.error is not None:
             raise rank.error
@@ -159,7 +167,8 @@ def test_an_arena_of_two_slots_cannot_deadlock() -> None:
             assert torch.equal(getattr(rank.model, name), part(name, value, rank.group.rank, 2))
 
 
-def test_other_machines_share_among_themselves() -> None:
+@pytest.mark.parametrize("overlap_tensors", [0, 1])
+def test_other_machines_share_among_themselves(overlap_tensors: int) -> None:
     objects = objects_of(STATE)
     ranks = on_ranks(
         4,
@@ -168,6 +177,7 @@ def test_other_machines_share_among_themselves() -> None:
         hosts=["a", "b", "a", "b"],
         coalesce_gap_bytes=0,
         header_read_bytes=header_bytes(objects),
+        overlap_tensors=overlap_tensors,
     )
     check(ranks)
     for machine in (0, 1):
@@ -203,7 +213,8 @@ def fail_with(error: Exception, at: Callable[[str, int], bool]) -> Callable[[str
 
 
 @pytest.mark.parametrize("culprit", [0, 1, 2])
-def test_a_store_that_fails_one_rank_fails_all_with_its_cause(culprit: int) -> None:
+@pytest.mark.parametrize("overlap_tensors", [0, 1])
+def test_a_store_that_fails_one_rank_fails_all_with_its_cause(culprit: int, overlap_tensors: int) -> None:
     objects = objects_of(STATE)
 
     def source(rank: int) -> CountingSource:
@@ -211,7 +222,7 @@ def test_a_store_that_fails_one_rank_fails_all_with_its_cause(culprit: int) -> N
         return CountingSource(objects, fails if rank == culprit else None)
 
     began = time.monotonic()
-    ranks = on_ranks(3, load_plainly, source)
+    ranks = on_ranks(3, load_plainly, source, overlap_tensors=overlap_tensors)
     assert time.monotonic() - began < 10
     for rank in ranks:
         assert isinstance(rank.error, SourceUnavailableError), rank.error
@@ -219,7 +230,8 @@ def test_a_store_that_fails_one_rank_fails_all_with_its_cause(culprit: int) -> N
         assert (f"on rank {culprit}, " in str(rank.error)) == (rank.group.rank != culprit)
 
 
-def test_ranks_that_fail_at_once_for_different_reasons_raise_the_same() -> None:
+@pytest.mark.parametrize("overlap_tensors", [0, 1])
+def test_ranks_that_fail_at_once_for_different_reasons_raise_the_same(overlap_tensors: int) -> None:
     objects = objects_of(STATE)
     both = threading.Barrier(2)
 
@@ -236,14 +248,15 @@ def test_ranks_that_fail_at_once_for_different_reasons_raise_the_same() -> None:
 
         return CountingSource(objects, fails)
 
-    ranks = on_ranks(2, load_plainly, source)
+    ranks = on_ranks(2, load_plainly, source, overlap_tensors=overlap_tensors)
     assert [type(rank.error) for rank in ranks] == [SourceUnavailableError] * 2
     assert "on rank 0, broken" in str(ranks[1].error)
     assert isinstance(ranks[1].error, SourceUnavailableError)
     assert isinstance(ranks[1].error.__cause__, BadResponseError)
 
 
-def test_model_code_that_fails_on_one_rank_fails_all() -> None:
+@pytest.mark.parametrize("overlap_tensors", [0, 1])
+def test_model_code_that_fails_on_one_rank_fails_all(overlap_tensors: int) -> None:
     objects = objects_of(STATE)
 
     def load(rank: Rank, new_session: LoadSessionFactory) -> None:
@@ -253,11 +266,11 @@ def test_model_code_that_fails_on_one_rank_fails_all() -> None:
 
         load_plainly(rank, new_session, before=before)
 
-    ranks = on_ranks(2, load, lambda _: CountingSource(objects))
+    ranks = on_ranks(2, load, lambda _: CountingSource(objects), overlap_tensors=overlap_tensors)
     assert isinstance(ranks[1].error, KeyError)
     assert isinstance(ranks[0].error, LoadError)
     assert "on rank 1, KeyError: 'no such layer'" in str(ranks[0].error)
-    assert fetched(ranks[1:]) == 0
+    assert overlap_tensors or fetched(ranks[1:]) == 0
 
 
 @pytest.mark.parametrize("culprit", [0, 1])
@@ -363,7 +376,8 @@ def test_share_require_needs_a_group_and_traced_loading() -> None:
 # -- what happens in the middle of a load --------------------------------------------------------------------
 
 
-def test_layers_completed_in_the_middle_are_shared_however_often_each_rank_does_it() -> None:
+@pytest.mark.parametrize("overlap_tensors", [0, 1])
+def test_layers_completed_in_the_middle_are_shared_however_often_each_rank_does_it(overlap_tensors: int) -> None:
     objects = objects_of(STATE)
 
     def load(rank: Rank, new_session: LoadSessionFactory) -> None:
@@ -384,14 +398,21 @@ def test_layers_completed_in_the_middle_are_shared_however_often_each_rank_does_
             session.run(lambda: load_weights(session.weights(opened)))
             rank.report = session.report()
 
-    ranks = on_ranks(2, load, lambda _: CountingSource(objects), header_read_bytes=header_bytes(objects))
+    ranks = on_ranks(
+        2,
+        load,
+        lambda _: CountingSource(objects),
+        header_read_bytes=header_bytes(objects),
+        overlap_tensors=overlap_tensors,
+    )
     check(ranks)
     assert len(ranks[0].notes) == 3
     assert all(ranks[0].notes.values())
     assert fetched(ranks, header_bytes(objects)) == sum(tensor.nbytes for tensor in STATE.values())
 
 
-def test_a_rank_with_nothing_to_load_takes_part() -> None:
+@pytest.mark.parametrize("overlap_tensors", [0, 1])
+def test_a_rank_with_nothing_to_load_takes_part(overlap_tensors: int) -> None:
     objects = objects_of(STATE)
 
     def load(rank: Rank, new_session: LoadSessionFactory) -> None:
@@ -403,14 +424,21 @@ def test_a_rank_with_nothing_to_load_takes_part() -> None:
         else:
             load_plainly(rank, new_session)
 
-    ranks = on_ranks(2, load, lambda _: CountingSource(objects), header_read_bytes=header_bytes(objects))
+    ranks = on_ranks(
+        2,
+        load,
+        lambda _: CountingSource(objects),
+        header_read_bytes=header_bytes(objects),
+        overlap_tensors=overlap_tensors,
+    )
     check(ranks[:1])
     assert ranks[1].error is None
     assert ranks[1].report is not None
     assert ranks[1].report.needed_bytes == 0
 
 
-def test_reads_that_values_force_are_made_alone() -> None:
+@pytest.mark.parametrize("overlap_tensors", [0, 1])
+def test_reads_that_values_force_are_made_alone(overlap_tensors: int) -> None:
     objects = objects_of(STATE)
 
     def load(rank: Rank, new_session: LoadSessionFactory) -> None:
@@ -429,12 +457,13 @@ def test_reads_that_values_force_are_made_alone() -> None:
             session.run(lambda: load_weights(session.weights(opened)))
             rank.report = session.report()
 
-    ranks = on_ranks(2, load, lambda _: CountingSource(objects))
+    ranks = on_ranks(2, load, lambda _: CountingSource(objects), overlap_tensors=overlap_tensors)
     check(ranks)
     assert ranks[1].notes["sum"] == float(STATE["kv"].sum())
 
 
-def test_two_checkpoints_in_one_load() -> None:
+@pytest.mark.parametrize("overlap_tensors", [0, 1])
+def test_two_checkpoints_in_one_load(overlap_tensors: int) -> None:
     names = list(STATE)
     first, second = (objects_of({name: STATE[name] for name in half}) for half in (names[:3], names[3:]))
 
@@ -456,4 +485,4 @@ def test_two_checkpoints_in_one_load() -> None:
             session.run(lambda: load_weights(both(session)))
             rank.report = session.report()
 
-    check(on_ranks(2, load, lambda _: CountingSource(first)))
+    check(on_ranks(2, load, lambda _: CountingSource(first), overlap_tensors=overlap_tensors))

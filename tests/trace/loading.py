@@ -1,4 +1,4 @@
-"""Runs a loading function three ways on equal models: plainly, traced and eager."""
+"""Runs a loading function on equal models in every way: plainly, traced, fetched while it is traced, and eager."""
 
 from __future__ import annotations
 
@@ -14,6 +14,12 @@ from streamer.sources.memory import MemorySource
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 Loader = Callable[[torch.nn.Module, Weights], Any]
+
+WAYS: dict[str, dict[str, Any]] = {
+    "trace": {"mode": "trace"},
+    "trace, fetched after each tensor": {"mode": "trace", "overlap_tensors": 1},
+    "eager": {"mode": "eager"},
+}
 
 
 class Model(torch.nn.Module):
@@ -59,7 +65,7 @@ def load_all_ways(
     with torch.no_grad():
         expected = plain.load_weights((name, own[name]) for name in order)
     reports = {}
-    for mode in ("trace", "eager"):
+    for way, more in WAYS.items():
         model = Model(loader, shapes, dtype)
         returned: list[Any] = []
 
@@ -68,8 +74,8 @@ def load_all_ways(
             return kept[0]
 
         model._loader = keeping
-        reports[mode] = streamer.load(model, source_of(state), {"mode": mode, "strict": False, **options})
+        reports[way] = streamer.load(model, source_of(state), {"strict": False, **more, **options})
         for (name, wanted), (_, got) in zip(plain.state_dict().items(), model.state_dict().items(), strict=True):
-            assert torch.equal(wanted, got), f"{name} differs in mode {mode}: {wanted} {got}"
+            assert torch.equal(wanted, got), f"{name} differs, {way}: {wanted} {got}"
         assert returned[0] == expected
     return reports["trace"]
