@@ -27,6 +27,7 @@ LAYERS = [
     "transport",
     "sources",
     "fetch",
+    "doctor",
     "share",
     "trace",
     "verify",
@@ -62,11 +63,12 @@ def test_package_itself_is_light() -> None:
     assert not loaded_by("streamer") & {"torch", "asyncio", "botocore"}
 
 
-def test_inspect_verify_and_bench_need_no_torch() -> None:
+def test_inspect_verify_bench_and_doctor_need_no_torch() -> None:
     modules = (
         "streamer.cli.inspect",
         "streamer.cli.verify",
         "streamer.cli.bench",
+        "streamer.cli.doctor",
         "streamer.sources.s3",
         "streamer.cli.app",
     )
