@@ -56,7 +56,7 @@ class Access:
 
     async def list(self) -> Finding:
         self._listing = await self._source.list()
-        text = f"{len(self._listing)} objects, {sum(item.size for item in self._listing)} bytes"
+        text = f"{_counted(len(self._listing), 'object')}, {sum(item.size for item in self._listing)} bytes"
         region = self._source.region if isinstance(self._source, S3Source) else None
         if region != self._region:
             return Finding(f"{text}, in {region}", f"set region={region}, which saves asking elsewhere first")
@@ -143,11 +143,11 @@ class Access:
                 self._index = parse_index(index_key, body, source.label(index_key))
             weights = select_files(source.url, listing, self._index).weights
             keys = [file.key for file in weights]
-            text = f"{len(keys)} files of weights, {sum(file.size for file in weights)} bytes"
+            text = f"{_counted(len(keys), 'file')} of weights, {sum(file.size for file in weights)} bytes"
             text += ", with an index" if self._index is not None else ""
         first = (await read_checkpoint(source, config, only=keys[:1])).checkpoint
         dtypes = sorted({info.dtype for info in first.tensors.values()})
-        return Finding(f"{text}; {keys[0]} holds {len(first.tensors)} tensors ({', '.join(dtypes)})")
+        return Finding(f"{text}; {keys[0]} holds {_counted(len(first.tensors), 'tensor')} ({', '.join(dtypes)})")
 
     async def throughput(self) -> Finding:
         """Read for a moment, for the order of magnitude."""
@@ -172,3 +172,7 @@ class Access:
                 group.create_task(keep_reading())
         rate = nbytes / (time.perf_counter() - began)
         return Finding(f"about {rate / 1e6:.0f} MB/s from {nbytes} bytes; `s3stream bench` measures it")
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
