@@ -17,14 +17,18 @@ PURE = ["streamer.errors", "streamer.config"] + [
     if path.stem != "__init__"
 ]
 PURE += ["streamer.transport.head", "streamer.transport.checks", "streamer.transport.scatter", "streamer.report"]
+PURE += ["streamer.metrics", "streamer.spans", "streamer.recording"]
 #: Lower layers never import higher ones. A package may import those before it.
 LAYERS = [
     "errors",
     "config",
     "report",
+    "spans",
     "checkpoint",
     "plan",
     "transport",
+    "metrics",
+    "recording",
     "sources",
     "fetch",
     "doctor",
