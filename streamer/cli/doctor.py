@@ -42,7 +42,8 @@ def _document(found: Diagnosis) -> dict[str, Any]:
 
 
 def _show(found: Diagnosis, console: Console) -> None:
-    console.print(found.url, markup=False)
+    if found.url:
+        console.print(found.url, markup=False)
     width = max(map(len, CHECKS))
     for check in found.checks:
         console.print(f"{_mark(check):4}  {check.name:{width}}  {check.detail}", markup=False)

@@ -37,13 +37,22 @@ class Access:
     Args:
         key: of the one file that the URL names, if it names one.
         region: that requests begin in, of S3.
+        advice: what else to try if there is no such bucket.
     """
 
-    def __init__(self, source: Source, config: StreamConfig, key: str | None, region: str | None = None) -> None:
+    def __init__(
+        self,
+        source: Source,
+        config: StreamConfig,
+        key: str | None,
+        region: str | None = None,
+        advice: str | None = None,
+    ) -> None:
         self._source = source
         self._config = config
         self._key = key
         self._region = region
+        self._advice = advice
         self._listing: Sequence[ObjectInfo] = ()
         self._index: Index | None = None
         self._item: ObjectInfo | None = None
@@ -55,7 +64,12 @@ class Access:
         return self._item
 
     async def list(self) -> Finding:
-        self._listing = await self._source.list()
+        try:
+            self._listing = await self._source.list()
+        except ObjectNotFoundError as error:
+            if error.code == "NoSuchBucket" and self._advice:
+                error.hint = f"{error.hint}; {self._advice}"
+            raise
         text = f"{_counted(len(self._listing), 'object')}, {sum(item.size for item in self._listing)} bytes"
         region = self._source.region if isinstance(self._source, S3Source) else None
         if region != self._region:

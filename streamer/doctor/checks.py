@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from streamer.errors import LoadError, SourceError, StreamError
+from streamer.errors import MissingDependencyError, SourceError, StreamError
 from streamer.transport.failures import CredentialsExpired
 from streamer.transport.retry import TransientFailure
 
@@ -103,6 +103,6 @@ class Chart:
 def _usual_remedy(error: StreamError) -> str:
     if isinstance(error, SourceError):
         return "look for this status or code in the store's documentation and log"
-    if isinstance(error, LoadError):
-        return "load again, and report it if it stays"
+    if isinstance(error, MissingDependencyError):
+        return "install the package that the message names"
     return "correct what the message names"

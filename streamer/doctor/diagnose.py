@@ -48,23 +48,23 @@ async def diagnose(url: str, config: StreamConfig, *, progress: Callable[[str], 
         return Diagnosis("", tuple(chart.checks))
     source, key = opened[0]
     try:
-        region = None
+        region = advice = None
         if source.url.startswith("s3://"):
-            region = await _before_s3(chart, parse_s3_url(source.url), config)
+            region, advice = await _before_s3(chart, parse_s3_url(source.url), config)
         # A clock that is wrong is the store's to refuse.
         failed = [check.name for check in chart.checks if check.ok is False and check.name != "clock"]
         if failed:
             for name in _ACCESS:
                 chart.skip(name, f"needs {', '.join(failed)}")
         else:
-            await _use(chart, Access(source, config, key, region), is_single=key is not None)
+            await _use(chart, Access(source, config, key, region, advice), is_single=key is not None)
         return Diagnosis(source.url, tuple(chart.checks))
     finally:
         await source.close()
 
 
-async def _before_s3(chart: Chart, location: S3Location, config: StreamConfig) -> str | None:
-    """Settings, network and identity; return the region that requests begin in."""
+async def _before_s3(chart: Chart, location: S3Location, config: StreamConfig) -> tuple[str | None, str | None]:
+    """Settings, network and identity; return the region that requests begin in, and what `Access` calls advice."""
     settings = Settings(config, location)
     network = Network(settings)
     try:
@@ -76,12 +76,12 @@ async def _before_s3(chart: Chart, location: S3Location, config: StreamConfig) -
         if not chart.passed(*_SETTINGS):
             for name in (*_NETWORK, "credentials"):
                 chart.skip(name, "needs usable settings")
-            return None
+            return None, None
         await _reach(chart, settings, network)
         region = settings.client.region
         # A source of credentials answers or does not, whether or not S3 can be reached.
         await chart.run("credentials", lambda: identify(config, location.url, region))
-        return region
+        return region, settings.advice
     finally:
         network.close()
         await settings.close()
@@ -90,7 +90,9 @@ async def _before_s3(chart: Chart, location: S3Location, config: StreamConfig) -
 async def _reach(chart: Chart, settings: Settings, network: Network) -> None:
     reached = True
     for name in _NETWORK:
-        if not reached:
+        if settings.only_sdk_reaches:
+            chart.skip(name, "the way leads through a proxy that only the SDK speaks to")
+        elif not reached:
             chart.skip(name, "needs the check before")
         elif name == "tls" and settings.origin.scheme == "http":
             chart.skip(name, "the endpoint speaks plain HTTP")

@@ -93,11 +93,11 @@ class Network:
         host, port, name = self._peer
         try:
             found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # the latter of names that no host can have
             remedy = self._remedy
             if self._origin.proxy is None and self.settings.is_custom and not self.settings.is_path_style:
                 remedy = "set addressing_style=path, which leaves the bucket out of the host's name; or " + remedy
-            raise SourceUnavailableError(f"{host} has no address: {error.strerror}", hint=remedy) from error
+            raise SourceUnavailableError(f"{host} has no address: {reason_of(error)}", hint=remedy) from error
         addresses = list(dict.fromkeys(str(info[4][0]) for info in found))
         if addresses == [host]:
             return Finding(f"{host} is an address")
@@ -134,9 +134,8 @@ class Network:
         try:
             answer = self._answer = await self._in_thread(self._ask)
         except (OSError, http.client.HTTPException) as error:
-            if self._origin.scheme == "http" and await self._in_thread(
-                lambda: speaks_tls(self._connect, self._origin.host)
-            ):
+            is_plain = self._origin.scheme == "http" and self._origin.proxy is None
+            if is_plain and await self._in_thread(lambda: speaks_tls(self._connect, self._origin.host)):
                 raise SourceUnavailableError(
                     f"{self._origin.authority} speaks TLS, and the endpoint says http",
                     hint="write https:// in endpoint_url",

@@ -19,9 +19,10 @@ from botocore.utils import get_environ_proxies
 from streamer.config import ENVIRONMENT_PREFIX, StreamConfig
 from streamer.doctor.checks import Finding
 from streamer.errors import ConfigError
-from streamer.sources.s3_client import DEFAULT_REGION, S3Client, open_s3_client, ssl_context_for
+from streamer.sources.s3_client import DEFAULT_REGION, S3Client, open_s3_client, ssl_context_for, translated
 from streamer.sources.s3_identity import endpoint_hint
 from streamer.sources.s3_url import S3Location
+from streamer.transport.failures import Place
 from streamer.transport.pool import Origin, Proxy, parse_origin, proxy_for
 
 __all__ = ["Settings", "option_name"]
@@ -47,6 +48,8 @@ class Settings:
         self._origin: Origin | None = None
         self.target = ""
         """Of an unsigned listing of at most one object, relative to the origin."""
+        self.only_sdk_reaches = False
+        """There is a proxy that `Origin` has no form for; known after `proxy`."""
         self._session: AioSession | None = None
 
     async def close(self) -> None:
@@ -71,7 +74,14 @@ class Settings:
 
     @property
     def is_path_style(self) -> bool:
-        return self.target.startswith(f"/{self.location.bucket}")
+        return self.target.partition("?")[0].rstrip("/").endswith(f"/{self.location.bucket}")
+
+    @property
+    def advice(self) -> str | None:
+        """What else to try where a bucket is said not to be there."""
+        if self.is_path_style or not self.is_custom:
+            return None
+        return "if it is there, set addressing_style=path: many stores know no buckets by the host's name"
 
     # -- the checks ------------------------------------------------------------------------------------
 
@@ -110,10 +120,11 @@ class Settings:
                 f"{error.message}, with the endpoint from {decided}",
                 hint=error.hint or "write http://host:port or https://host in endpoint_url",
             ) from error
-        url = await self._client.api.generate_presigned_url(
-            "list_objects_v2",
-            Params={"Bucket": self.location.bucket, "Prefix": self.location.prefix, "MaxKeys": 1},
-        )
+        async with translated(Place(self.location.url), anonymous=True):
+            url = await self._client.api.generate_presigned_url(
+                "list_objects_v2",
+                Params={"Bucket": self.location.bucket, "Prefix": self.location.prefix, "MaxKeys": 1},
+            )
         self._origin, self.target = parse_origin(url)
         shown = f"{self._client.api.meta.endpoint_url}, from {decided}"
         return Finding(shown, endpoint_hint() if decided == "AWS_ENDPOINT_URL" else None)
@@ -133,7 +144,8 @@ class Settings:
                 f"{region}, by default",
                 f"AWS_REGION={ignored} is not read; set AWS_DEFAULT_REGION or the option region",
             )
-        assert region == DEFAULT_REGION
+        if region != DEFAULT_REGION:
+            return Finding(f"{region}, as botocore finds it")
         return Finding(f"{region}, by default; where AWS says that the bucket is elsewhere, requests go there")
 
     async def addressing(self) -> Finding:
@@ -156,6 +168,7 @@ class Settings:
         if self.config.transport == "sdk":
             parts = urlsplit(found if "://" in found else f"http://{found}")
             if parts.scheme != "http":
+                self.only_sdk_reaches = True
                 return Finding(
                     f"{parts.scheme}://{parts.hostname}:{parts.port}, from {variable}; only the SDK speaks it"
                 )

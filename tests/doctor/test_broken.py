@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import email.utils
 import re
+import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -133,12 +135,33 @@ def test_a_proxy_that_speaks_tls(store: ObjectServer, monkeypatch: pytest.Monkey
     assert "hunter2" not in everything(found)
 
 
-def test_virtual_hosts_where_there_are_none(store: ObjectServer) -> None:
-    """Whether names below localhost have addresses is the resolver's choice; the remedy is the same."""
-    url = store.url.replace("127.0.0.1", "localhost")
-    found = look(endpoint_url=url, addressing_style="virtual")
-    assert failed(found)[0] in {"dns", "list"}
-    assert_names(found, failed(found)[0], "bucket", "addressing_style=path", 6 if failed(found)[0] == "dns" else 4)
+@pytest.mark.parametrize("has_address", [True, False])
+def test_virtual_hosts_where_there_are_none(
+    store: ObjectServer, monkeypatch: pytest.MonkeyPatch, has_address: bool
+) -> None:
+    """Whether names below localhost have addresses is the resolver's choice."""
+    real = socket.getaddrinfo
+
+    def resolve(host: str, *arguments: Any, **options: Any) -> Any:
+        if host == "bucket.localhost" and not has_address:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return real("127.0.0.1" if host == "bucket.localhost" else host, *arguments, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    found = look(endpoint_url=store.url.replace("127.0.0.1", "localhost"), addressing_style="virtual")
+    if has_address:
+        assert_names(found, "list", "no such bucket", "addressing_style=path", 4)
+    else:
+        assert_names(found, "dns", "bucket.localhost has no address", "addressing_style=path", 6)
+
+
+def test_a_proxy_that_only_the_sdk_speaks_to(store: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "https://user:hunter2@127.0.0.1:1")
+    found = look(endpoint_url=store.url, transport="sdk")
+    assert_names(found, "list", "proxy", "proxy settings", 6)
+    assert check_of(found, "proxy").detail == "https://127.0.0.1:1, from http_proxy; only the SDK speaks it"
+    assert check_of(found, "connect").ok is None
+    assert "hunter2" not in everything(found)
 
 
 # -- who we are ----------------------------------------------------------------------------------------
@@ -241,6 +264,13 @@ def test_a_refused_listing(
 
 
 # -- what we may do ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["no*bucket", "x"])
+def test_a_name_that_no_bucket_can_have(store: ObjectServer, name: str) -> None:
+    found = look(f"s3://{name}/m", endpoint_url=store.url)
+    assert failed(found)[0] in {"endpoint", "list"}
+    assert all(check.remedy for check in found.checks if check.ok is False)
 
 
 def test_no_such_bucket(store: ObjectServer) -> None:
