@@ -7,9 +7,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-
 
 @dataclass(frozen=True)
 class Certificates:
@@ -36,6 +33,9 @@ def make_certificates(folder: Path, *, name: str = "IP:127.0.0.1") -> Certificat
 
 def expire(certificates: Certificates, days: int) -> None:
     """Replace the server's certificate by one that ended `days` ago; the openssl command signs none of the past."""
+    from cryptography import x509  # which moto brings
+    from cryptography.hazmat.primitives import hashes, serialization
+
     folder = certificates.server.parent
     authority = x509.load_pem_x509_certificate(certificates.authority.read_bytes())
     signing = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), None)
