@@ -104,6 +104,14 @@ class StreamConfig:
     report_dir: str | None = None
     """Folder to which engine plugins write each rank's `LoadReport` as JSON."""
 
+    report_file: str | None = None
+    """File to which every load writes its `LoadReport` as JSON, or how it failed. ``{model}`` (the last part of the
+    URL), ``{rank}`` and ``{pid}`` are filled in; without ``{rank}``, ranks above 0 put theirs before the suffix."""
+
+    metrics_file: str | None = None
+    """The same for metrics in Prometheus' text format, as node_exporter's textfile collector takes them:
+    ``/var/lib/node_exporter/s3stream-{rank}.prom``."""
+
     share: Literal["auto", "off", "require"] = "auto"
     """Whether the ranks of one machine fetch each byte once and hand it to each other: if they can, never, or
     else the load fails. It takes a process group (engines have one) and ``mode=trace``. `buffer_bytes` is then what

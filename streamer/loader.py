@@ -16,10 +16,12 @@ from streamer.fetch.dtypes import check_byte_order
 from streamer.fetch.eager import iterate_tensors
 from streamer.fetch.engine import FetchEngine, Progress
 from streamer.missing import missing_parameters
+from streamer.recording import recording
 from streamer.report import LoadReport
 from streamer.session import LoadSession, OpenedPart
 from streamer.share.group import Group, ProcessGroup
 from streamer.sources import Source, open_source, split_file
+from streamer.spans import span
 
 __all__ = ["Weights", "iterate", "load"]
 
@@ -65,12 +67,20 @@ def load(
     resolved = _resolve(config)
     source, only = _open(url, resolved)
     members = ProcessGroup(group) if isinstance(group, dist.ProcessGroup) else group
-    with LoadSession(model, resolved, progress=progress, group=members) as session:
-        _load_with(session, session.open(source, only=only))
-        report = session.report()
-        missing = sorted(set(report.expected) - set(report.loaded))
-        if missing and resolved.strict:
-            raise missing_parameters(report, missing, session.names())
+    with (
+        recording(resolved, source.url, _rank(members)) as record,
+        LoadSession(model, resolved, progress=progress, group=members) as session,
+    ):
+        record.reads(source.stats)
+        with record.phase("headers"), span("headers"):
+            part = session.open(source, only=only)
+        with record.phase("weights"), span("trace"):
+            _load_with(session, part)
+        with record.phase("check"):
+            report = record.report = session.report()
+            missing = sorted(set(report.expected) - set(report.loaded))
+            if missing and resolved.strict:
+                raise missing_parameters(report, missing, session.names())
     logger.info("%s", report.summary())
     return report
 
@@ -89,6 +99,12 @@ def iterate(url: str | Source, config: Options = None) -> Generator[tuple[str, t
     with FetchEngine(source, resolved) as engine:
         opened = engine.open_checkpoint(only=only)
         yield from iterate_tensors(engine, list(opened.checkpoint.tensors.values()), opened.items)
+
+
+def _rank(group: Group | None) -> int:
+    if group is not None:
+        return group.rank
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def _resolve(config: Options) -> StreamConfig:

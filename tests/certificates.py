@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 
@@ -28,3 +29,22 @@ def make_certificates(folder: Path, *, name: str = "IP:127.0.0.1") -> Certificat
     both = folder / "server.pem"
     both.write_text((folder / "server.crt").read_text() + (folder / "server.key").read_text())
     return Certificates(folder / "ca.pem", both)
+
+
+def expire(certificates: Certificates, days: int) -> None:
+    """Replace the server's certificate by one that ended `days` ago; the openssl command signs none of the past."""
+    from cryptography import x509  # which moto brings
+    from cryptography.hazmat.primitives import hashes, serialization
+
+    folder = certificates.server.parent
+    authority = x509.load_pem_x509_certificate(certificates.authority.read_bytes())
+    signing = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), None)
+    old = x509.load_pem_x509_certificate((folder / "server.crt").read_bytes())
+    ended = datetime.now(UTC) - timedelta(days=days)
+    builder = x509.CertificateBuilder(authority.subject, old.subject, old.public_key(), x509.random_serial_number())
+    builder = builder.not_valid_before(ended - timedelta(days=30)).not_valid_after(ended)
+    names = old.extensions.get_extension_for_class(x509.SubjectAlternativeName)
+    builder = builder.add_extension(names.value, critical=False)
+    new = builder.sign(signing, hashes.SHA256())  # type: ignore[arg-type]
+    key = (folder / "server.key").read_bytes()
+    certificates.server.write_bytes(new.public_bytes(serialization.Encoding.PEM) + key)

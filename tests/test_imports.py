@@ -17,16 +17,21 @@ PURE = ["streamer.errors", "streamer.config"] + [
     if path.stem != "__init__"
 ]
 PURE += ["streamer.transport.head", "streamer.transport.checks", "streamer.transport.scatter", "streamer.report"]
+PURE += ["streamer.metrics", "streamer.spans", "streamer.recording"]
 #: Lower layers never import higher ones. A package may import those before it.
 LAYERS = [
     "errors",
     "config",
     "report",
+    "spans",
     "checkpoint",
     "plan",
     "transport",
+    "metrics",
+    "recording",
     "sources",
     "fetch",
+    "doctor",
     "share",
     "trace",
     "verify",
@@ -63,11 +68,12 @@ def test_package_itself_is_light() -> None:
     assert not loaded_by("streamer") & {"torch", "asyncio", "botocore"}
 
 
-def test_inspect_verify_and_bench_need_no_torch() -> None:
+def test_inspect_verify_bench_and_doctor_need_no_torch() -> None:
     modules = (
         "streamer.cli.inspect",
         "streamer.cli.verify",
         "streamer.cli.bench",
+        "streamer.cli.doctor",
         "streamer.sources.s3",
         "streamer.cli.app",
     )

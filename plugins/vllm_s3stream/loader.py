@@ -17,13 +17,16 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from streamer.errors import ConfigError
 from streamer.fetch.dtypes import check_byte_order
 from streamer.missing import missing_parameters
+from streamer.recording import Recording, recording
 from streamer.report import LoadReport
-from streamer.session import LoadSession
+from streamer.session import LoadSession, OpenedPart
+from streamer.sources import Source
+from streamer.spans import span
 from vllm_s3stream.groups import group_that_loads
 from vllm_s3stream.options import PluginOptions
 from vllm_s3stream.progress import byte_progress
 from vllm_s3stream.quantisation import complete_before_processing, finish_delayed_layers, is_quantised_online
-from vllm_s3stream.reports import write_report
+from vllm_s3stream.reports import publish_metrics, rank_of_process, write_report
 from vllm_s3stream.sharded import files_of_this_rank, fill_state_dict
 from vllm_s3stream.torchao import unflattened
 from vllm_s3stream.versions import require
@@ -56,6 +59,7 @@ class S3StreamLoader(DefaultModelLoader):  # type: ignore[misc]  # no types of v
         # The parent refuses what it does not know, and downloads from the hub by its own format's rules.
         super().__init__(dataclasses.replace(load_config, load_format="safetensors", model_loader_extra_config=own))
         self._session: LoadSession | None = None
+        self._record: Recording | None = None
         self.report: LoadReport | None = None
         """Of the last load."""
 
@@ -76,9 +80,10 @@ class S3StreamLoader(DefaultModelLoader):  # type: ignore[misc]  # no types of v
         # Sharded state has files of its own for every rank.
         group = None if self._options.sharded else group_that_loads()
         with (
+            recording(stream, model_config.model, rank_of_process(), publish_metrics) as record,
             byte_progress(self.load_config.use_tqdm_on_load) as progress,
             LoadSession(model, stream, progress=progress, group=group) as session,
-            self._use(session),
+            self._use(session, record),
             complete_before_processing(model, session.complete_touching, session.complete_touching_alone),
         ):
             session.may_overlap = not is_quantised_online(model)  # vLLM's own collectives are among the layers
@@ -102,28 +107,45 @@ class S3StreamLoader(DefaultModelLoader):  # type: ignore[misc]  # no types of v
             finish_delayed_layers(model, model_config)
             return loaded
 
-        loaded = session.run(load)
+        with self._during("weights"), span("trace"):
+            loaded = session.run(load)
         session.note(loaded=loaded or ())
-        self.report = session.report()
+        self._take_report(session)
         return loaded
 
     def _load_sharded(self, session: LoadSession, model: nn.Module, model_config: Any) -> None:
         began = time.perf_counter()
         located = self._locate(model_config.model, model_config.revision)
         files = files_of_this_rank(located, self._options.pattern)
-        part = session.open(located.source(self._options.stream), only=files)
+        part = self._open(session, located.source(self._options.stream), only=files)
         fill = fill_state_dict(model)
-        session.run(lambda: fill(session.weights(part)))
-        self.report = session.report()
+        with self._during("weights"), span("trace"):
+            session.run(lambda: fill(session.weights(part)))
+        self._take_report(session)
         logger.info_once("Loading weights took %.2f seconds", time.perf_counter() - began)
 
     @contextlib.contextmanager
-    def _use(self, session: LoadSession) -> Iterator[None]:
-        self._session = session
+    def _use(self, session: LoadSession, record: Recording) -> Iterator[None]:
+        self._session, self._record, self.report = session, record, None
         try:
             yield
         finally:
-            self._session = None
+            self._session = self._record = None
+
+    def _take_report(self, session: LoadSession) -> None:
+        self.report = session.report()
+        if self._record is not None:
+            self._record.report = self.report
+
+    def _during(self, phase: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._record is None else self._record.phase(phase)
+
+    def _open(self, session: LoadSession, source: Source, **choices: Any) -> OpenedPart:
+        """Open a part, as what is recorded of a load."""
+        if self._record is not None:
+            self._record.reads(source.stats)
+        with self._during("headers"), span("headers"):
+            return session.open(source, **choices)
 
     def _get_weights_iterator(self, source: Any) -> Generator[tuple[str, torch.Tensor], None, None]:
         """Yield the tensors of one of vLLM's ``Source``: lazy during `load_weights`, else real ones."""
@@ -148,7 +170,8 @@ class S3StreamLoader(DefaultModelLoader):  # type: ignore[misc]  # no types of v
             local_expert_ids=getattr(self, "local_expert_ids", None),
         )
         only = located.chosen(patterns)
-        part = session.open(located.source(self._options.stream), only=only, prefix=source.prefix, keep=keep)
+        opened = located.source(self._options.stream)
+        part = self._open(session, opened, only=only, prefix=source.prefix, keep=keep)
         if self.load_config.safetensors_load_strategy == "torchao":
             return unflattened(session, part)
         return session.weights(part)
@@ -184,7 +207,8 @@ class S3StreamLoader(DefaultModelLoader):  # type: ignore[misc]  # no types of v
             names = sorted(name for name, _ in model.named_parameters() if name not in loaded)
             missing = missing_parameters(self.report, names, self._session.names())
             if self._options.stream.strict:
-                raise missing from error
+                with self._during("check"):
+                    raise missing from error
             logger.warning("s3stream: %s", missing.message)
 
 

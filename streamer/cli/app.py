@@ -153,6 +153,26 @@ def verify(
 
 
 @app.command()
+def doctor(
+    url: Url,
+    json: Json = False,
+    quiet: Quiet = False,
+    option: Options = None,
+    endpoint_url: Endpoint = None,
+    region: Region = None,
+    profile: Profile = None,
+    anonymous: Anonymous = False,
+) -> None:
+    """Say what stands between this machine and a checkpoint: settings, network, identity, access; and what to do."""
+    with _reporting(json, quiet) as output:
+        from streamer.cli.doctor import run_doctor
+
+        code = run_doctor(url, _config(option, endpoint_url, region, profile, anonymous), output)
+        if code:
+            raise typer.Exit(code)
+
+
+@app.command()
 def bench(
     url: Url,
     concurrency: Annotated[str, typer.Option(help="Requests in flight, several numbers.")] = "8,32,64",

@@ -19,6 +19,7 @@ from streamer.sources.checksum_book import Readings
 from streamer.sources.checksummed import ChecksummedSource
 from streamer.sources.pinned import confirm
 from streamer.sources.verified import VerifiedSource
+from streamer.spans import add_span, span
 from streamer.transport.loop import LoopThread
 
 __all__ = ["FetchEngine", "FillTimes", "Filled", "Progress", "part_of", "request_bytes_for", "slab_bytes_for"]
@@ -212,13 +213,15 @@ class FetchEngine:
             SourceError: some destinations may then be filled and others not, but no read is under way.
         """
         began = time.perf_counter()
-        plan = build_plan(
-            [demand_of(job) for job in jobs],
-            request_bytes=self.request_bytes,
-            coalesce_gap_bytes=self.config.coalesce_gap_bytes,
-        )
-        requests = dict(enumerate(plan.requests))
-        layout = lay_out(jobs, requests, lambda file: (self.source, items[file]))
+        with span("plan", copies=len(jobs)) as note:
+            plan = build_plan(
+                [demand_of(job) for job in jobs],
+                request_bytes=self.request_bytes,
+                coalesce_gap_bytes=self.config.coalesce_gap_bytes,
+            )
+            requests = dict(enumerate(plan.requests))
+            layout = lay_out(jobs, requests, lambda file: (self.source, items[file]))
+            note(requests=len(requests))
         times = self.times if times is None else times
         times.plan += time.perf_counter() - began
         self.carry_out(layout, requests, progress, times=times)
@@ -258,14 +261,21 @@ class FetchEngine:
             )
 
         ours = {read.tag for read in layout.reads}
-        with contextlib.closing(self._loop.iterate(open_items)) as arrivals:
+        first_copy_ns = None
+        with (
+            span("fetch", bytes=total, requests=len(layout.reads)),
+            contextlib.closing(self._loop.iterate(open_items)) as arrivals,
+        ):
             for arrival in arrivals:
+                first_copy_ns = first_copy_ns or time.time_ns()
                 copying += copy_arrival(arrival, layout)
                 if arrival.buffer is not None:
                     self._loop.call_soon(arrival.release)
                 if progress is not None and arrival.tag in ours:
                     arrived += requests[arrival.tag].nbytes
                     progress(arrived, total)
+            if copying and first_copy_ns is not None:  # copies lie between arrivals; their sum is what counts
+                add_span("copy", first_copy_ns, time.time_ns(), seconds=copying)
         times = self.times if times is None else times
         times.copy += copying
         times.fetch += time.perf_counter() - began - copying

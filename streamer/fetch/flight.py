@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import threading
 import time
 from collections.abc import Callable
@@ -21,12 +22,14 @@ class Flight:
     def __init__(self, work: Callable[[], object]) -> None:
         self._error: BaseException | None = None
         self.waited_seconds = 0.0
-        self._thread = threading.Thread(target=self._run, args=(work,), name="s3stream-flight", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(contextvars.copy_context(), work), name="s3stream-flight", daemon=True
+        )
         self._thread.start()
 
-    def _run(self, work: Callable[[], object]) -> None:
+    def _run(self, context: contextvars.Context, work: Callable[[], object]) -> None:
         try:
-            work()
+            context.run(work)  # spans belong to those of whoever asked
         except BaseException as error:  # noqa: BLE001  it is raised where the result is wanted
             self._error = error
 

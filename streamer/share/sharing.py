@@ -36,6 +36,7 @@ from streamer.share.group import Group
 from streamer.share.messages import Message, Stage, first_error, with_rank
 from streamer.share.node import Node
 from streamer.sources.base import ObjectInfo, Source
+from streamer.spans import add_span
 
 __all__ = ["SharedFile", "Sharing"]
 
@@ -193,7 +194,9 @@ class Sharing:
             whole={number for number in requests if reads[number].is_shared},
             not_ours={number for number in requests if reads[number].reader != node.place},
         )
-        self._engines[0].times.plan += time.perf_counter() - began
+        spent = time.perf_counter() - began
+        self._engines[0].times.plan += spent
+        add_span("plan", time.time_ns() - int(spent * 1e9), time.time_ns(), copies=len(jobs), requests=len(requests))
         for target in layout.targets:
             if target.tensor.device.type == "cuda":
                 node.arena.pin_for(target.tensor.device)

@@ -83,6 +83,11 @@ class S3Source:
     def stats(self) -> TransferStats:
         return self._stats
 
+    @property
+    def region(self) -> str | None:
+        """Where requests go now, which may be where the store said the bucket is; None before the first."""
+        return self._client.region if self._client is not None else None
+
     def label(self, key: str) -> str:
         return self.url + key
 
@@ -124,7 +129,7 @@ class S3Source:
             page: dict[str, Any] = await client.api.list_objects_v2(**arguments)
             return page
 
-        page = await self._call(self.url, fetch)
+        page = await self._call(self.url, fetch, action=f"s3:ListBucket on the bucket for the prefix {prefix!r}")
         await self._follow_region(page["ResponseMetadata"].get("HTTPHeaders", {}).get("x-amz-bucket-region"))
         return page
 
@@ -150,7 +155,9 @@ class S3Source:
             )
             return head
 
-        head = await self._call(self.label(key), fetch, version)
+        # Of an object that is not there, S3 says so only to those who may list.
+        action = "s3:GetObject (and s3:ListBucket, without which what is missing is denied too)"
+        head = await self._call(self.label(key), fetch, version, action if version is None else None)
         if version is None and self._config.pin == "version":
             version = version_of(head, self.label(key))
         return ObjectInfo(key, head["ContentLength"], _pin(head.get("ETag")), version)
@@ -174,11 +181,17 @@ class S3Source:
                 Bucket=self._location.bucket, Key=self._location.prefix + key, Body=body, **self._extras.for_objects
             )
 
-        await self._call(self.label(key), send)
+        await self._call(self.label(key), send, action="s3:PutObject")
 
-    async def _call(self, url: str, operation: Callable[[S3Client], Awaitable[T]], version: str | None = None) -> T:
+    async def _call(
+        self,
+        url: str,
+        operation: Callable[[S3Client], Awaitable[T]],
+        version: str | None = None,
+        action: str | None = None,
+    ) -> T:
         """Run a control-plane call under the retry policy, renewing credentials or the region once."""
-        place = Place(url, version=version)
+        place = Place(url, version=version, action=action)
         limit = self._config.retry_deadline_seconds
         mended = False
 

@@ -37,10 +37,11 @@ from streamer.transport.checks import retry_after
 from streamer.transport.failures import OPEN_FILES_HINT, Place, classify, is_out_of_files, unavailable
 from streamer.transport.pool import Proxy, proxy_for
 from streamer.transport.retry import TransientFailure
+from streamer.transport.tls_errors import explain_tls_failure
 
-__all__ = ["S3Client", "open_s3_client", "ssl_context_for", "translated"]
+__all__ = ["DEFAULT_REGION", "S3Client", "find_credentials", "open_s3_client", "ssl_context_for", "translated"]
 
-_DEFAULT_REGION = "us-east-1"
+DEFAULT_REGION = "us-east-1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +55,15 @@ class S3Client:
     stack: contextlib.AsyncExitStack
 
 
-async def open_s3_client(config: StreamConfig, location: S3Location, *, region: str | None = None) -> S3Client:
+async def open_s3_client(
+    config: StreamConfig, location: S3Location, *, region: str | None = None, unsigned: bool = False
+) -> S3Client:
     """Create a session and a client; credentials are looked up, S3 is not contacted.
 
     Args:
         location: what they are for; its kind decides how requests are signed.
         region: overrides what the configuration and botocore say, after the store has told us better.
+        unsigned: look for no credentials, whatever the configuration says.
 
     Raises:
         ConfigError: a profile, region or endpoint that botocore refuses.
@@ -70,11 +74,12 @@ async def open_s3_client(config: StreamConfig, location: S3Location, *, region: 
     _refuse_keys(config.endpoint_url)
     session = AioSession(profile=config.profile)
     try:
-        region = region or config.region or session.get_config_variable("region") or _DEFAULT_REGION
+        region = region or config.region or session.get_config_variable("region") or DEFAULT_REGION
         verify = _resolve_verify(config, session)
         session.set_config_variable("region", region)  # STS is asked in the same region, as botocore does
-        if not config.anonymous:
-            await _find_credentials(session, url)
+        unsigned = unsigned or config.anonymous
+        if not unsigned:
+            await find_credentials(session, url)
         stack = contextlib.AsyncExitStack()
         api = await stack.enter_async_context(
             session.create_client(
@@ -82,7 +87,7 @@ async def open_s3_client(config: StreamConfig, location: S3Location, *, region: 
                 region_name=region,
                 endpoint_url=config.endpoint_url,
                 verify=verify,
-                config=_client_config(config, location),
+                config=_client_config(config, location, unsigned=unsigned),
             )
         )
         follow_rules(api)
@@ -116,8 +121,12 @@ def _proxy(endpoint_url: str, config: StreamConfig) -> Proxy | None:
     return proxy_for(found) if found else None
 
 
-async def _find_credentials(session: AioSession, url: str | None) -> None:
-    """Let the session find its credentials, which it keeps; those of a role are only asked for when signing."""
+async def find_credentials(session: AioSession, url: str | None) -> Any:
+    """Let the session find its credentials, which it keeps; those of a role are only asked for when signing.
+
+    Raises:
+        CredentialsError: there are none, or they cannot be read.
+    """
     try:
         found = await session.get_credentials()
     except (aws.ProfileNotFound, aws.ConfigParseError):
@@ -129,15 +138,16 @@ async def _find_credentials(session: AioSession, url: str | None) -> None:
         raise unreadable_credentials(error, url) from error
     if found is None:
         raise no_credentials(url)
+    return found
 
 
-def _client_config(config: StreamConfig, location: S3Location) -> AioConfig:
+def _client_config(config: StreamConfig, location: S3Location, *, unsigned: bool) -> AioConfig:
     options: dict[str, Any] = {}
     if config.addressing_style != "auto":
         # Left out otherwise: naming it would override the profile's own `s3` section.
         options["s3"] = {"addressing_style": config.addressing_style}
     return AioConfig(
-        signature_version=signature_version(location, anonymous=config.anonymous),
+        signature_version=signature_version(location, anonymous=unsigned),
         connect_timeout=config.connect_timeout_seconds,
         read_timeout=config.idle_timeout_seconds,
         max_pool_connections=config.concurrency,
@@ -225,11 +235,9 @@ async def translated(place: Place, *, anonymous: bool) -> AsyncIterator[None]:
             raise unreadable_credentials(error, place.url) from error
         raise ConfigError(f"{place.url} is not a valid S3 location: {error}") from error
     except aws.SSLError as error:
-        raise SourceError(
-            "the certificate of the endpoint is not trusted",
-            hint="name its authority with ca_bundle or AWS_CA_BUNDLE",
-            url=place.url,
-        ) from error
+        cause = error.kwargs.get("error")
+        why, hint = explain_tls_failure(getattr(cause, "certificate_error", cause), "the endpoint")
+        raise SourceError(why, hint=hint, url=place.url) from error
     except (aws.HTTPClientError, aws.ConnectionError) as error:
         # Never chained: what aiohttp says of a proxy holds its password.
         raise _no_answer(place, error) from None

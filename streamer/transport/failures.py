@@ -207,14 +207,23 @@ def _perhaps_expired(place: Place, request_id: str | None) -> CredentialsExpired
 def _access_hint(place: Place, anonymous: bool, message: str) -> str:
     if anonymous:
         return "the request was anonymous; unset `anonymous` to use credentials"
-    if "kms:" in message:  # it names what the identity lacks; only the hint goes by it
+    # The message may name what the identity lacks, or which kind of policy denies; only hints go by it.
+    # https://docs.aws.amazon.com/IAM/latest/UserGuide/troubleshoot_access-denied.html
+    if "kms:" in message:
         return _KMS_HINT
-    if place.action is not None:
-        return f"the identity needs {place.action} here"
-    if place.version is not None:
-        return "with pin=version the identity needs s3:GetObjectVersion here"
-    action = "s3:GetObject" if place.is_read else "s3:ListBucket and s3:GetObject"
-    return f"the identity needs {action} here; for a public bucket set anonymous=true"
+    action = place.action
+    if action is None and place.version is not None:
+        action = "s3:GetObjectVersion, because of pin=version,"
+    if action is None:
+        action = "s3:GetObject" if place.is_read else "s3:ListBucket and s3:GetObject"
+    if "VPC endpoint polic" in message:
+        return f"the policy of the VPC endpoint must allow {action} here; the identity's own permissions do not count"
+    if "explicit deny" in message:
+        return f"a policy denies {action} here explicitly, which no permission outweighs; change that policy"
+    return (
+        f"the identity needs {action} here; for a public bucket set anonymous=true, and where the requester pays "
+        "requester_pays=true"
+    )
 
 
 def bad_response(place: Place, status: int | None, why: str) -> TransientFailure:

@@ -15,6 +15,7 @@ from streamer.errors import ConfigError
 from streamer.transport.connection import HttpConnection
 from streamer.transport.failures import OPEN_FILES_HINT, is_out_of_files
 from streamer.transport.head import HeadParser, MalformedResponse
+from streamer.transport.tls_errors import explain_tls_failure
 
 __all__ = ["ConnectFailed", "ConnectionPool", "Origin", "parse_origin", "proxy_for"]
 
@@ -179,11 +180,11 @@ class ConnectionPool:
                 hint="check the endpoint, firewall and proxy settings",
             ) from None
         except ssl.SSLCertVerificationError as error:
-            raise ConnectFailed(
-                f"the certificate of {where} is not trusted: {error.verify_message}",
-                hint="name its authority with ca_bundle or AWS_CA_BUNDLE",
-                is_permanent=True,
-            ) from error
+            why, hint = explain_tls_failure(error, where)
+            raise ConnectFailed(why, hint=hint, is_permanent=True) from error
+        except ssl.SSLError as error:
+            why, hint = explain_tls_failure(error, where)
+            raise ConnectFailed(why, hint=hint) from error
         except (OSError, MalformedResponse) as error:
             raise ConnectFailed(
                 f"cannot connect to {where}: {error.strerror or error}"

@@ -27,11 +27,14 @@ class SeaweedServer:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Ports p for which p + 10000, where gRPC will listen, is free too."""
+    """Ports p for which p + 10000, where gRPC will listen, is free too.
+
+    Both are below 32768, where the system takes the ports of outgoing connections from.
+    """
     found: list[int] = []
-    candidate = 20000 + (time.time_ns() // 1000) % 20000
+    candidate = 20000 + (time.time_ns() // 1000) % 2700
     while len(found) < count:
-        candidate = candidate + 1 if candidate < 50000 else 20000
+        candidate = candidate + 1 if candidate < 22700 else 20000
         try:
             for port in (candidate, candidate + 10000):
                 socket.create_server(("127.0.0.1", port)).close()
@@ -71,6 +74,7 @@ def start_seaweed(folder: Path, access_key: str, secret_key: str) -> Iterator[Se
             "-s3",
             f"-s3.port={s3}",
             "-s3.port.iceberg=0",  # else a fixed one, which a second server on this machine could not have
+            "-s3.port.lance=0",  # likewise
             f"-s3.config={folder / 's3.json'}",
         ],
         cwd=folder,

@@ -523,8 +523,11 @@ class Server:
             return False
 
     def get(self, path: str) -> Any:
+        return json.loads(self.text(path))
+
+    def text(self, path: str) -> str:
         with urllib.request.urlopen(self.url + path, timeout=60) as response:
-            return json.load(response)
+            return str(response.read().decode())
 
     def complete(self, model: str) -> list[list[int]]:
         """Continue `PROMPTS` greedily; return the tokens."""

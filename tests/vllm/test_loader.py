@@ -639,6 +639,37 @@ def test_reports_progress_and_log_lines(
         caplog.clear()
 
 
+@pytest.mark.parametrize("lacks", ["nothing", "a file", "a tensor"])
+def test_metrics_and_reports_of_loads_however_they_end(checkpoint: Get, tmp_path: Path, lacks: str) -> None:
+    case, folder = checkpoint("llama")
+    url = tmp_path / "m"
+    url.mkdir()
+    for path in folder.iterdir():
+        if path.suffix != ".safetensors" and not path.name.endswith(".index.json"):
+            (url / path.name).write_bytes(path.read_bytes())
+    tensors = {k: v for path in folder.glob("*.safetensors") for k, v in safetensors.torch.load_file(path).items()}
+    if lacks == "a tensor":
+        del tensors["model.norm.weight"]
+    if lacks != "a file":
+        safetensors.torch.save_file(tensors, url / "model.safetensors")
+    options = {"metrics_file": str(tmp_path / "{model}-{rank}.prom"), "report_file": str(tmp_path / "report.json")}
+    built = build(folder, case, tensor=2, rank=1)
+    built.model_config.model = str(url)
+    ended = {"nothing": None, "a file": ("CheckpointError", "headers"), "a tensor": ("MissingParametersError", "check")}
+    if ended[lacks] is None:
+        load_ours(built, **options)
+    else:
+        with pytest.raises((CheckpointError, MissingParametersError)):
+            load_ours(built, **options)
+    document = json.loads((tmp_path / "report.json").read_text())
+    text = (tmp_path / "m-0.prom").read_text()
+    assert document["ok"] == (lacks == "nothing")
+    assert re.search(rf"^s3stream_load_success{{.*}} {float(document['ok'])}$", text, re.MULTILINE)
+    if ended[lacks] is not None:
+        assert (document["failure"]["error"], document["failure"]["phase"]) == ended[lacks]
+    assert ("s3stream_load_phase_seconds{" in text) == (lacks != "a file")
+
+
 def test_quantised_checkpoints_show_what_was_dropped(checkpoint: Get) -> None:
     case, folder = checkpoint("llama_gptq")
     report = load_ours(build(folder, case, tensor=2, rank=1))

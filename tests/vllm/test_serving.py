@@ -197,8 +197,11 @@ def test_served_from_a_url(
         S3STREAM_REPORT_DIR=str(tmp_path / "reports"),
         S3STREAM_HEADER_READ_BYTES=str(HEADER_READ_BYTES),
         HF_HUB_OFFLINE="0",  # as users have it: nothing of a URL is looked up at the hub
+        S3STREAM_METRICS_FILE=str(tmp_path / "s3stream-{rank}.prom"),
+        PROMETHEUS_MULTIPROC_DIR=str(tmp_path / "metrics"),
         **(serving.two_ranks() if ranks > 1 else {}),
     )
+    (tmp_path / "metrics").mkdir()
     url = checkpoints.url("tiny")
     arguments, names = ["--tensor-parallel-size", str(ranks)], [url]
     if ranks == 1:
@@ -210,6 +213,11 @@ def test_served_from_a_url(
         server.wait_until_healthy()
         assert server.complete(url) == from_disk.tokens[0]
         assert [model["id"] for model in server.get("/v1/models")["data"]] == names
+        metrics = server.text("/metrics")
+        for rank in range(ranks):
+            loaded = f's3stream_load_success{{rank="{rank}",url="{url}/"}} 1.0'
+            assert loaded in metrics, [line for line in metrics.splitlines() if "s3stream" in line]
+            assert "s3stream_load_success" in (tmp_path / f"s3stream-{rank}.prom").read_text()
         if ranks == 1:
             local: Options = {"enable_lora": True, "max_lora_rank": 8, "adapters": [str(checkpoints.folder("adapter"))]}
             expected = host.generate(checkpoints.folder("tiny"), **local)
