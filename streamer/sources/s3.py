@@ -17,8 +17,9 @@ from streamer.checkpoint.stored import StoredChecksum
 from streamer.config import StreamConfig
 from streamer.errors import BadResponseError, ConfigError, ObjectNotFoundError, SourceError, shorten
 from streamer.sources.base import ObjectInfo
+from streamer.sources.network import ssl_context_for
 from streamer.sources.s3_checksums import ask_checksum
-from streamer.sources.s3_client import S3Client, open_s3_client, ssl_context_for, translated
+from streamer.sources.s3_client import S3Client, open_s3_client, translated
 from streamer.sources.s3_extras import S3Extras
 from streamer.sources.s3_sdk import SdkReader
 from streamer.sources.s3_url import S3Location

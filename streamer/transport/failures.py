@@ -28,6 +28,7 @@ __all__ = [
     "WrongRegion",
     "bad_response",
     "classify",
+    "hide_secrets",
     "is_out_of_files",
     "unavailable",
 ]
@@ -63,7 +64,7 @@ _TRANSIENT_CODES = frozenset(
 _KMS_HINT = "the identity needs kms:Decrypt for the key that the object is encrypted with"
 _SIGNED = re.compile(
     r"((?:signature|security-token|credential)(?:=|%3D)|x-amz-security-token['\"]?:\s*['\"]?"
-    r"|authorization['\"]?:\s*['\"]?(?:basic|bearer)\s+)[^\s&,;\"'<>]+",
+    r"|authorization['\"]?:\s*['\"]?(?:basic|bearer)\s+|access_token['\"]?[=:]\s*['\"]?|\bya29\.)[^\s&,;\"'<>]+",
     re.IGNORECASE,
 )
 _TRANSIENT_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
@@ -129,7 +130,7 @@ def classify(
     """
 
     def make(kind: type[SourceError], text: str, hint: str | None = None) -> SourceError:
-        said = f"{text}: {_without_signature(message)}" if message else text
+        said = f"{text}: {hide_secrets(message)}" if message else text
         return kind(
             said,
             hint=hint,
@@ -179,8 +180,8 @@ def classify(
     return make(SourceError, "the store refused the request")
 
 
-def _without_signature(message: str) -> str:
-    """Blot out what signs a request: some gateways quote the whole of it in their errors."""
+def hide_secrets(message: str) -> str:
+    """Blot out what signs a request or is a token: some gateways quote the whole of a request in their errors."""
     return _SIGNED.sub(r"\1***", message)
 
 

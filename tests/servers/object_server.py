@@ -200,9 +200,7 @@ class ObjectServer:
         """Answer one request; return whether the connection stays open."""
         request = parse_request(head)
         response = self.route(request)
-        kind = "LIST" if request.method == "GET" and not request.key else request.method
-        if "attributes" in request.query:
-            kind = "ATTRIBUTES"
+        kind = self._kind(request)
         with self._lock:
             self.counters.requests[kind] += 1
             self.counters.authorization.append(request.headers.get("authorization", request.target))
@@ -215,6 +213,11 @@ class ObjectServer:
         finally:
             with self._lock:
                 self.counters.answering -= 1
+
+    def _kind(self, request: Request) -> str:
+        if "attributes" in request.query:
+            return "ATTRIBUTES"
+        return "LIST" if request.method == "GET" and not request.key else request.method
 
     def _apply_faults(self, kind: str, request: Request, response: Response) -> Response:
         for fault in self.faults:
