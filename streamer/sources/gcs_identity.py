@@ -141,11 +141,16 @@ class GoogleIdentity:
 
     def _find(self) -> None:
         import google.auth
+        from google.auth import credentials
 
         request: Any = _BoundedRequest(self._timeout, self._verify)
         self._request = request
+        # Given the scope at once, it would ask the Resource Manager for the project of a federated identity, which
+        # many networks do not let through and many identities may not ask.
+        found, self._project = google.auth.default(request=request)
         # With a read-only scope a stolen token cannot write. Those of users have the scopes they logged in with.
-        self._credentials, self._project = google.auth.default(scopes=[_SCOPE], request=request)
+        with_scopes: Any = credentials.with_scopes_if_required
+        self._credentials = with_scopes(found, [_SCOPE])
 
     async def _ask(self, work: Callable[[], T]) -> T:
         """Run `work` in a thread; its exceptions become ours, and are never chained, for they may quote answers."""
@@ -251,13 +256,10 @@ class _BoundedRequest:
 
 def _is_metadata(url: str) -> bool:
     """Whether `url` is on this machine's own network: it must never go through a proxy."""
-    host = urlsplit(url).hostname or ""
-    named = {
-        urlsplit(f"//{os.environ[name]}").hostname
-        for name in ("GCE_METADATA_HOST", "GCE_METADATA_ROOT", "GCE_METADATA_IP")
-        if os.environ.get(name)
-    }
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    named = {os.environ.get(name) for name in ("GCE_METADATA_HOST", "GCE_METADATA_ROOT", "GCE_METADATA_IP")}
     try:
-        return host in named or host in _METADATA_NAMES or ipaddress.ip_address(host).is_link_local
+        return parts.netloc in named or host in _METADATA_NAMES or ipaddress.ip_address(host).is_link_local
     except ValueError:
         return False

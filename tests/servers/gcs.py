@@ -110,9 +110,9 @@ class GcsServer(ObjectServer):
         page: dict[str, Any] = {"kind": "storage#objects"}
         if names[size:]:
             page["nextPageToken"] = names[size - 1]
-        items = [(name, stored) for name in names[:size] if (stored := entries[name]) is not None]
+        items = [(name, entry) for name in names[:size] if (entry := entries[name]) is not None]
         if items:
-            page["items"] = [self._resource(request.bucket, name, stored) for name, stored in items]
+            page["items"] = [self._resource(request.bucket, name, entry) for name, entry in items]
         if len(items) < len(names[:size]):
             page["prefixes"] = [name for name in names[:size] if entries[name] is None]
         return _document(page)

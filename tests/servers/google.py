@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import Counter
 from datetime import UTC, datetime, timedelta
@@ -81,7 +82,7 @@ class GoogleServer:
             return 200, "project-of-the-machine"
         if path == "/":
             return 200, "computeMetadata/"
-        if path.endswith("/service-accounts/default/"):
+        if re.search("/service-accounts/[^/]+/$", path):
             return 200, {"email": "me@project.iam.gserviceaccount.com", "scopes": [], "aliases": ["default"]}
         if self.refusal is not None and self.failures != 0:
             if self.failures is not None:

@@ -41,7 +41,8 @@ class Proxy:
                 if not more:
                     return
                 head += more
-            first, *lines = head.split(b"\r\n\r\n")[0].decode("latin-1").split("\r\n")
+            head, _, body = head.partition(b"\r\n\r\n")
+            first, *lines = head.decode("latin-1").split("\r\n")
             self.seen.append(first)
             headers = dict(line.split(": ", 1) for line in lines)
             if self._expected and headers.get("Proxy-Authorization") != self._expected:
@@ -59,7 +60,10 @@ class Proxy:
             kept = [line for line in lines if not line.lower().startswith(("proxy-", "connection:"))]
             with socket.create_connection((parts.hostname or "", parts.port or 80)) as upstream:
                 request = "\r\n".join((f"{method} {path} {version}", *kept, "Connection: close", "", ""))
-                upstream.sendall(request.encode("latin-1"))
+                length = int({name.lower(): value for name, value in headers.items()}.get("content-length", 0))
+                while len(body) < length:
+                    body += client.recv(65536)
+                upstream.sendall(request.encode("latin-1") + body)
                 while data := upstream.recv(65536):
                     client.sendall(data)
 

@@ -142,8 +142,8 @@ def test_something_else_than_a_listing(gcs: GcsServer, body: bytes) -> None:
 # -- refusals ------------------------------------------------------------------------------------------------
 
 
-def refusing(*arguments: Any, **headers: str) -> Callable[[Request, Response], Response]:
-    return lambda request, response: gcs_error(*arguments, **headers)
+def refusing(status: int, reason: str, message: str) -> Callable[[Request, Response], Response]:
+    return lambda request, response: gcs_error(status, reason, message)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def refusing(*arguments: Any, **headers: str) -> Callable[[Request, Response], R
 @pytest.mark.parametrize("method", ["LIST", "GET", "STAT"])
 def test_what_passes_is_waited_out(gcs: GcsServer, status: int, reason: str, method: str) -> None:
     async def work(source: Source) -> tuple[int, int]:
-        assert await source.stat("a.bin")
+        await source.stat("a.bin")
         assert await read_first(source) == BODY
         return source.stats.retries, source.stats.throttled
 
@@ -368,7 +368,7 @@ def test_faults_of_bodies(gcs: GcsServer, fault: NamedFault) -> None:
         gcs.faults.clear()
         assert await read(source, items[1], 1000, 2000) == BODY[1000:2000]
 
-    use(gcs, work, **{"hedge": False, "connect_timeout_seconds": 2, **fault.options})
+    use(gcs, work, "gs://bucket/m", **{"hedge": False, "connect_timeout_seconds": 2, **fault.options})
 
 
 # -- network -------------------------------------------------------------------------------------------------
