@@ -26,6 +26,7 @@ LAYERS = [
     "plan",
     "transport",
     "sources",
+    "fsspec_protocol",
     "fetch",
     "share",
     "trace",

@@ -29,7 +29,7 @@ from streamer.errors import (
     SourceError,
     shorten,
 )
-from streamer.sources.base import ObjectInfo
+from streamer.sources.base import Listing, ObjectInfo
 from streamer.sources.gcs_client import GcsClient
 from streamer.sources.gcs_errors import refused_by_gcs
 from streamer.sources.gcs_url import GcsLocation
@@ -89,13 +89,18 @@ class GcsSource:
 
     # -- control plane -------------------------------------------------------------------------------
 
-    async def list(self) -> Sequence[ObjectInfo]:
+    async def list_below(self, prefix: str, *, recursive: bool) -> Listing:
         found: list[ObjectInfo] = []
+        folders: list[str] = []
         seen: set[str] = set()
         token = ""
+        wanted = {"fields": f"nextPageToken,prefixes,items({_FIELDS})"}
+        if not recursive:
+            wanted["delimiter"] = "/"
         while True:
             # Pages may be empty, and yet there are more.
-            page = await self._page(self._location.prefix, token, fields=f"nextPageToken,items({_FIELDS})")
+            page = await self._page(self._location.prefix + prefix, token, **wanted)
+            folders += [str(folder).removeprefix(self._location.prefix) for folder in page.get("prefixes", ())]
             for item in _listed(page, "items", self.url):
                 key = str(item.get("name", "")).removeprefix(self._location.prefix)
                 if key and not key.endswith("/"):  # the rest are folder markers
@@ -106,6 +111,10 @@ class GcsSource:
             if token in seen:
                 raise BadResponseError("the listing has no end: it continues where it has been before", url=self.url)
             seen.add(token)
+        return Listing(found, folders)
+
+    async def list(self) -> Sequence[ObjectInfo]:
+        found = (await self.list_below("", recursive=True)).items
         if not found:
             raise ObjectNotFoundError("there are no objects here", hint=await self._suggest(), url=self.url)
         return found

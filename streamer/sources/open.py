@@ -17,7 +17,7 @@ from streamer.sources.s3_url import parse_s3_url
 
 __all__ = ["local_path", "open_source", "plain_url", "split_file"]
 
-_ALIASES = {"s3stream": "s3", "s3stream+s3": "s3", "s3stream+gs": "gs"}
+_ALIASES = {"s3stream": "s3", "s3stream+gs": "gs"}
 
 
 def plain_url(url: str) -> str:

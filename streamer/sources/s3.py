@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from streamer.checkpoint.stored import StoredChecksum
 from streamer.config import StreamConfig
 from streamer.errors import BadResponseError, ConfigError, ObjectNotFoundError, SourceError, shorten
-from streamer.sources.base import ObjectInfo
+from streamer.sources.base import Listing, ObjectInfo
 from streamer.sources.network import ssl_context_for
 from streamer.sources.s3_checksums import ask_checksum
 from streamer.sources.s3_client import S3Client, open_s3_client, translated
@@ -88,12 +88,15 @@ class S3Source:
 
     # -- control plane -------------------------------------------------------------------------------
 
-    async def list(self) -> Sequence[ObjectInfo]:
+    async def list_below(self, prefix: str, *, recursive: bool) -> Listing:
         found: list[ObjectInfo] = []
+        folders: list[str] = []
         seen: set[str] = set()
         token: str | None = None
+        stop = {} if recursive else {"Delimiter": "/"}
         while True:
-            page = await self._page(self._location.prefix, token)
+            page = await self._page(self._location.prefix + prefix, token, **stop)
+            folders += [item["Prefix"].removeprefix(self._location.prefix) for item in page.get("CommonPrefixes", ())]
             for item in page.get("Contents", ()):
                 key = item["Key"].removeprefix(self._location.prefix)
                 if key and not key.endswith("/"):  # the rest are folder markers
@@ -104,6 +107,10 @@ class S3Source:
             if token in seen:
                 raise BadResponseError("the listing has no end: it continues where it has been before", url=self.url)
             seen.add(token)
+        return Listing(found, folders)
+
+    async def list(self) -> Sequence[ObjectInfo]:
+        found = (await self.list_below("", recursive=True)).items
         if not found:
             raise ObjectNotFoundError("there are no objects here", hint=await self._suggest(), url=self.url)
         if any(item.pin is None for item in found):
