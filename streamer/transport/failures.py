@@ -41,6 +41,7 @@ _IDENTITY = {
     "SignatureDoesNotMatch": "the secret key does not belong to the access key, or a proxy changed the request",
     "InvalidToken": "the session token is malformed or belongs to other keys",
     "InvalidClientTokenId": "the access key does not exist",
+    "InvalidSecurity": "the store does not know this access key; GCS wants an HMAC key of a service account or user",
     "AuthFailure": "check the credentials",
     "RequestTimeTooSkewed": "set this machine's clock",
     "NotSignedUp": "the account has no access to the service",
