@@ -56,12 +56,16 @@ class GcsSource:
         config: endpoint, identity, retries.
 
     Raises:
-        ConfigError: ``transport=sdk``, or an endpoint, bundle or proxy that cannot be used.
+        ConfigError: an option that is S3's alone, or an endpoint, bundle or proxy that cannot be used.
     """
 
     def __init__(self, location: GcsLocation, config: StreamConfig) -> None:
         if config.transport == "sdk":
             raise ConfigError(f"{location.url} cannot be read with transport=sdk", hint="only s3:// URLs have an SDK")
+        if config.sse_customer_key_file:
+            raise ConfigError(
+                f"{location.url} cannot be read with sse_customer_key_file", hint="customers' keys are only sent to S3"
+            )
         self._location = location
         self._config = config
         self._policy = RetryPolicy.from_config(config)

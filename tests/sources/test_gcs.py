@@ -429,6 +429,7 @@ def test_the_emulator_is_asked_anonymously(gcs: GcsServer, monkeypatch: pytest.M
         ("gs:///m", {}, "names no bucket"),
         ("gs://user:pw@bucket/m", {}, "no place for credentials"),
         ("gs://bucket/m", {"transport": "sdk"}, "transport=sdk"),
+        ("gs://bucket/m", {"sse_customer_key_file": "/key"}, "only sent to S3"),
         ("gs://bucket/m", {"endpoint_url": "storage.local"}, "no URL of a server"),
         ("gs://bucket/m", {"endpoint_url": "http://host:port"}, "no URL of a server"),
         ("gs://bucket/m", {"endpoint_url": "http://me:pw@host"}, "has a user name"),
