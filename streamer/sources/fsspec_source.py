@@ -94,6 +94,7 @@ class FsspecSource:
         # In a thread, the first read of a file may bring all of it into a cache, however long that takes.
         self._limit = config.retry_deadline_seconds if self._native else None
         self._turns = _Turns(self._filesystem)
+        _ask_for_what_is_stored(self._filesystem)
         self._threads = ThreadPoolExecutor(config.concurrency, thread_name_prefix="s3stream-fsspec")
         self._looks: dict[str, tuple[float, asyncio.Future[ObjectInfo]]] = {}
 
@@ -256,6 +257,15 @@ def _layers(filesystem: Any) -> Iterator[Any]:
         seen.append(filesystem)
         yield filesystem
         filesystem = getattr(filesystem, "fs", None)
+
+
+def _ask_for_what_is_stored(filesystem: Any) -> None:
+    """Ask HTTP servers not to compress: a range of what is compressed is not the range of the file."""
+    from fsspec.implementations.http import HTTPFileSystem
+
+    for layer in _layers(filesystem):
+        if isinstance(layer, HTTPFileSystem):
+            layer.kwargs["headers"] = {"Accept-Encoding": "identity", **layer.kwargs.get("headers", {})}
 
 
 def _without_caches(filesystem: Any) -> Any:

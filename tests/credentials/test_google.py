@@ -7,15 +7,19 @@ import json
 import logging
 import sys
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import google.auth.compute_engine._metadata as metadata
 import pytest
+import safetensors.torch
+import torch
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 
+import streamer
 from streamer.config import StreamConfig
 from streamer.errors import ConfigError, CredentialsError, MissingDependencyError, SourceError, SourceUnavailableError
 from streamer.sources import ObjectInfo, Source, open_source
@@ -190,6 +194,21 @@ def test_a_token_that_the_store_refuses_is_renewed_once_for_all(
         assert await source.stat("a.bin") == item
 
     use(gcs, work)
+
+
+@pytest.mark.parametrize("use_uvloop", [False, True])
+def test_a_token_that_expires_during_a_load(ways: Ways, gcs: GcsServer, tokens: GoogleServer, use_uvloop: bool) -> None:
+    ways["metadata server"]()
+    values = {f"layer.{number}": torch.arange(20_000.0) + number for number in range(20)}
+    gcs.put("bucket", "model/model.safetensors", safetensors.torch.save(values))
+    gcs.faults.append(Fault(lambda request, response: tokens.tokens.clear(), skip=8))
+    options = {"endpoint_url": gcs.url, "request_bytes": 65536, "concurrency": 4, "use_uvloop": use_uvloop}
+    loaded = dict(streamer.iterate("gs://bucket/model", options))
+    assert loaded.keys() == values.keys()
+    assert all(torch.equal(loaded[name], value) for name, value in values.items())
+    used = Counter(gcs.counters.authorization)
+    assert len(used) == 2
+    assert min(used.values()) > 5
 
 
 def test_a_token_that_is_never_accepted(ways: Ways, gcs: GcsServer) -> None:

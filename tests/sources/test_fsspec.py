@@ -235,6 +235,14 @@ def test_reads_are_concurrent(web: ObjectServer) -> None:
     assert time.monotonic() - began < 16 * 0.1  # the time to their first bytes, one after the other
 
 
+@pytest.mark.parametrize("chain", ["", "simplecache::"])
+def test_servers_are_asked_not_to_compress(web: ObjectServer, chain: str) -> None:
+    asked: list[str | None] = []
+    web.faults.append(Fault(lambda request, _: asked.append(request.headers.get("accept-encoding")), times=None))
+    use(source_for(f"{chain}{web.url}/models/m"), read_pieces)
+    assert set(asked) == {"identity"}
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # blockcache closes no file
 @pytest.mark.parametrize("chain", ["simplecache", "filecache", "blockcache"])
 def test_caches_are_asked_by_one_at_a_time(web: ObjectServer, chain: str) -> None:
