@@ -29,6 +29,7 @@ T = TypeVar("T")
 _SCOPE = "https://www.googleapis.com/auth/devstorage.read_only"
 #: The metadata server is on the machine itself; off Google's cloud nobody answers, and google-auth tries three times.
 _METADATA_CONNECT_SECONDS = 0.5
+_TRY_LATER = frozenset({408, 429, 500, 502, 503, 504})
 _METADATA_NAMES = ("metadata.google.internal", "metadata.google.internal.")
 _NOT_FOUND_HINT = (
     "set GOOGLE_APPLICATION_CREDENTIALS, log in with `gcloud auth application-default login`, give the machine or pod "
@@ -161,6 +162,8 @@ class GoogleIdentity:
                 f"{self._place.url} needs the package google-auth",
                 hint="pip install 's3stream[gcs]', or set anonymous=true for a public bucket",
             ) from error
+        if self._request is not None:
+            self._request.is_passing = False
         try:
             return await asyncio.to_thread(work)
         except ImportError as error:
@@ -178,7 +181,8 @@ class GoogleIdentity:
                 self._place, f"no token could be had: {_said(error)}", hint="check the firewall and proxy settings"
             ) from None
         except exceptions.GoogleAuthError as error:
-            if getattr(error, "retryable", False):
+            # What failed is not told by the class: the metadata server's silence is a RefreshError as a bad key is.
+            if getattr(error, "retryable", False) or (self._request is not None and self._request.is_passing):
                 raise unavailable(self._place, f"no token could be had: {_said(error)}") from None
             raise self._refused(_said(error)) from None
         except (ValueError, OSError) as error:  # of files, keys and programs that credentials are read from
@@ -214,6 +218,9 @@ class _BoundedRequest:
     Args:
         timeout: seconds that an answer may take, at most.
         verify: as for `requests`.
+
+    Attributes:
+        is_passing: the last request got no answer, or one that says to try later.
     """
 
     def __init__(self, timeout: float, verify: str | bool) -> None:
@@ -224,6 +231,7 @@ class _BoundedRequest:
         # Or it would prefer passwords from ~/.netrc to the token, and send what is for the metadata server to a proxy.
         self.session.trust_env = False
         self._request: Any = Request(self.session)
+        self.is_passing = False
         self._timeout = timeout
         self._verify = verify
 
@@ -239,7 +247,8 @@ class _BoundedRequest:
         limit = self._timeout if timeout is None else min(timeout, self._timeout)
         is_near = _is_metadata(url)
         proxy = None if is_near else proxy_url(url)
-        return self._request(
+        self.is_passing = True
+        response = self._request(
             url,
             method,
             body,
@@ -249,6 +258,8 @@ class _BoundedRequest:
             verify=self._verify,
             **options,
         )
+        self.is_passing = response.status in _TRY_LATER
+        return response
 
     def close(self) -> None:
         self.session.close()

@@ -7,6 +7,7 @@ import json
 import logging
 import sys
 import time
+import types
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -268,10 +269,24 @@ def test_a_renewal_that_fails_early_does_no_harm(
     use(gcs, work)
 
 
-def test_tokens_that_cannot_be_had_at_present(ways: Ways, gcs: GcsServer, tokens: GoogleServer) -> None:
+@pytest.mark.parametrize("way", NAMES)
+def test_tokens_that_cannot_be_had_at_present(
+    way: str, ways: Ways, gcs: GcsServer, tokens: GoogleServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For longer than google-auth tries by itself."""
+    ways[way]()
+    monkeypatch.setattr("google.auth._exponential_backoff.time", types.SimpleNamespace(sleep=lambda _: None))
+    tokens.refusal, tokens.failures = (503, {"error": "internal_failure"}), 6
+    use(gcs, everything, retry_attempts=8)
+    assert tokens.failures == 0
+
+
+def test_a_machine_without_a_service_account(ways: Ways, gcs: GcsServer, tokens: GoogleServer) -> None:
     ways["metadata server"]()
-    tokens.refusal, tokens.failures = (503, {}), 1
-    use(gcs, everything)
+    tokens.refusal = (404, {})
+    with pytest.raises(CredentialsError, match="give no token"):
+        use(gcs, everything)
+    assert max(count for path, count in tokens.asked.items() if path.endswith("/token")) == 1
 
 
 @pytest.mark.parametrize(
