@@ -167,7 +167,8 @@ class StreamConfig:
     """Run the event loop on uvloop, which must be installed. It helps most under TLS."""
 
     endpoint_url: str | None = None
-    """S3 endpoint; it redirects S3 alone, never STS or SSO. Default: as botocore resolves it."""
+    """Endpoint of the store. For ``s3://`` it redirects S3 alone, never STS or SSO; default: as botocore resolves it.
+    For ``gs://`` default: ``STORAGE_EMULATOR_HOST``, which is asked anonymously, or Google's."""
 
     region: str | None = None
     """Bucket region. Default: as botocore resolves it, else ``us-east-1``."""
@@ -176,23 +177,26 @@ class StreamConfig:
     """Named profile of the shared AWS configuration. Default: as botocore resolves it."""
 
     anonymous: bool = False
-    """Send unsigned requests and look for no credentials (public buckets)."""
+    """Send requests without a signature or token and look for no credentials (public buckets)."""
 
     addressing_style: Literal["auto", "path", "virtual"] = "auto"
     """``auto`` uses path style for custom endpoints, as botocore does."""
 
     ca_bundle: str | None = None
-    """PEM file of trusted authorities. Default: ``AWS_CA_BUNDLE`` or the profile's ``ca_bundle``."""
+    """PEM file of trusted authorities. Default: ``AWS_CA_BUNDLE`` or the profile's ``ca_bundle``; for ``gs://`` also
+    ``REQUESTS_CA_BUNDLE``."""
 
     tls_verify: bool = True
     """Setting this to false accepts any certificate; a warning says so on every load."""
 
     requester_pays: bool = False
-    """Agree to pay for the requests, which buckets with requester pays insist on."""
+    """Agree to pay for the requests, which buckets with requester pays insist on. For ``gs://`` the project that
+    ``GOOGLE_CLOUD_PROJECT`` names pays, or that of the credentials."""
 
     pin: Literal["etag", "version"] = "etag"
     """What holds an S3 object still during a load. ``etag``: one that is replaced stops the load. ``version``: it is
-    read on as it was, which needs a bucket with versioning, ``s3:GetObjectVersion``, and one HEAD for each object."""
+    read on as it was, which needs a bucket with versioning, ``s3:GetObjectVersion``, and one HEAD for each object.
+    Reads from GCS name the generation of the object in any case, and get it for as long as the bucket keeps it."""
 
     sse_customer_key_file: str | None = None
     """File of the 32 bytes with which the customer had S3 encrypt the objects (SSE-C). Keys of S3's own and of

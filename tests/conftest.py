@@ -11,6 +11,7 @@ import pytest
 
 from streamer.cli.store import start_store
 from tests.certificates import Certificates, make_certificates
+from tests.servers.fake_gcs import FakeGcs, start_fake_gcs
 from tests.servers.object_server import ObjectServer
 from tests.servers.seaweed import SeaweedServer, start_seaweed
 
@@ -30,8 +31,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No test sees the developer's credentials, profiles, proxies or options."""
     for name in list(os.environ):
-        if name.startswith(("AWS_", "S3STREAM_")) or name.lower().endswith("_proxy"):
+        if name.startswith(("AWS_", "S3STREAM_", "GOOGLE_", "GCE_")) or name.lower().endswith("_proxy"):
             monkeypatch.delenv(name)
+    monkeypatch.delenv("STORAGE_EMULATOR_HOST", raising=False)
+    monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path / "no-gcloud"))
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
     monkeypatch.setenv("S3STREAM_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
@@ -49,6 +52,12 @@ def moto_url() -> Iterator[str]:
 @pytest.fixture(scope="session")
 def seaweed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedServer]:
     with start_seaweed(tmp_path_factory.mktemp("seaweed"), ACCESS_KEY, SECRET_KEY) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def fake_gcs() -> Iterator[FakeGcs]:
+    with start_fake_gcs() as server:
         yield server
 
 

@@ -30,6 +30,7 @@ LAYERS = [
     "metrics",
     "recording",
     "sources",
+    "fsspec_protocol",
     "fetch",
     "doctor",
     "share",

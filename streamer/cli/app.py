@@ -24,17 +24,17 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Url = Annotated[str, typer.Argument(help="s3://bucket/folder, file:///folder or a local path")]
+Url = Annotated[str, typer.Argument(help="s3://bucket/folder, gs://bucket/folder, a path, or any URL of fsspec")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")]
 Options = Annotated[
     list[str] | None,
     typer.Option("--option", "-o", metavar="KEY=VALUE", help="Any option of StreamConfig; may be repeated."),
 ]
-Endpoint = Annotated[str | None, typer.Option(help="S3 endpoint, for stores other than AWS.")]
+Endpoint = Annotated[str | None, typer.Option(help="Endpoint of the store, for others than AWS and Google.")]
 Region = Annotated[str | None, typer.Option(help="Region of the bucket.")]
 Profile = Annotated[str | None, typer.Option(help="Profile of the shared AWS configuration.")]
-Anonymous = Annotated[bool, typer.Option("--anonymous", help="Send unsigned requests, for public buckets.")]
+Anonymous = Annotated[bool, typer.Option("--anonymous", help="Look for no credentials, for public buckets.")]
 IgnoreIndex = Annotated[bool, typer.Option("--ignore-index", help="Go by the files' headers alone.")]
 TensorParallel = Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel size.")]
 PipelineParallel = Annotated[int, typer.Option("--pp", min=1, help="Pipeline-parallel size.")]

@@ -29,7 +29,7 @@ from streamer.doctor.wire import (
     speaks_tls,
 )
 from streamer.errors import BadResponseError, CredentialsError, SourceError, SourceUnavailableError
-from streamer.sources.s3_client import ssl_context_for
+from streamer.sources.network import ssl_context_for
 from streamer.transport.checks import parse_store_error
 from streamer.transport.pool import Origin
 from streamer.transport.tls_errors import explain_tls_failure

@@ -19,7 +19,8 @@ from botocore.utils import get_environ_proxies
 from streamer.config import ENVIRONMENT_PREFIX, StreamConfig
 from streamer.doctor.checks import Finding
 from streamer.errors import ConfigError
-from streamer.sources.s3_client import DEFAULT_REGION, S3Client, open_s3_client, ssl_context_for, translated
+from streamer.sources.network import ssl_context_for
+from streamer.sources.s3_client import DEFAULT_REGION, S3Client, open_s3_client, translated
 from streamer.sources.s3_identity import endpoint_hint
 from streamer.sources.s3_url import S3Location
 from streamer.transport.failures import Place
@@ -172,7 +173,7 @@ class Settings:
                 return Finding(
                     f"{parts.scheme}://{parts.hostname}:{parts.port}, from {variable}; only the SDK speaks it"
                 )
-        proxy = proxy_for(found)
+        proxy = proxy_for(found, "set transport=sdk")
         self._origin = dataclasses.replace(self.origin, proxy=proxy)
         return Finding(f"{_name_of(proxy)}, from {variable}")
 

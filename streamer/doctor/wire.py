@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from streamer.sources.s3_client import ssl_context_for
+from streamer.sources.network import ssl_context_for
 from streamer.transport.error_body import MAX_ERROR_BODY_BYTES
 
 __all__ = ["Answer", "certificate_of", "exchange", "expiry_of", "issuer_of", "reason_of", "speaks_http", "speaks_tls"]

@@ -1,4 +1,4 @@
-"""Where checkpoints are stored: S3, local files, memory. Open one by URL with `open_source`."""
+"""Where checkpoints are stored: S3, GCS, local files, memory. Open one by URL with `open_source`."""
 
 from streamer.sources.base import ObjectInfo, Source
 from streamer.sources.open import open_source, split_file

@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 from streamer.checkpoint.stored import StoredChecksum
 from streamer.transport.stats import TransferStats
 
-__all__ = ["KeepsChecksums", "ObjectInfo", "Source"]
+__all__ = ["KeepsChecksums", "Listing", "ListsFolders", "ObjectInfo", "Source"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,19 @@ class ObjectInfo:
     size: int
     pin: str | None = None
     version: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """What is below a prefix.
+
+    Attributes:
+        items: objects; directory markers are left out.
+        folders: when the listing stops at slashes, what is behind the first of them, each with a slash at its end.
+    """
+
+    items: Sequence[ObjectInfo]
+    folders: Sequence[str] = ()
 
 
 class Source(Protocol):
@@ -81,6 +94,21 @@ class Source(Protocol):
 
     def label(self, key: str) -> str:
         """Return how to name `key` in messages."""
+
+
+@runtime_checkable
+class ListsFolders(Protocol):
+    """What sources of stores offer besides."""
+
+    async def list_below(self, prefix: str, *, recursive: bool) -> Listing:
+        """Return what is below `prefix`, which is relative to the root and ends in a slash if it is not empty.
+
+        Args:
+            recursive: whether to go into folders, instead of naming them.
+
+        Raises:
+            SourceError: see `streamer.errors`. That nothing is there is no error.
+        """
 
 
 @runtime_checkable

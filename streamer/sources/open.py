@@ -1,4 +1,8 @@
-"""From a URL or path to a source."""
+"""From a URL or path to a source.
+
+``s3stream://bucket/key`` is what fsspec calls ``s3://bucket/key`` when it is to be read by this library
+(`streamer.fsspec_protocol`), ``s3stream+gs://`` likewise, so both mean here what they are another name of.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,18 @@ from urllib.parse import unquote, urlsplit
 from streamer.config import StreamConfig
 from streamer.errors import ConfigError, MissingDependencyError, UnsupportedCheckpointError
 from streamer.sources.base import Source
+from streamer.sources.gcs_url import parse_gcs_url
 from streamer.sources.s3_url import parse_s3_url
 
-__all__ = ["local_path", "open_source", "split_file"]
+__all__ = ["local_path", "open_source", "plain_url", "split_file"]
+
+_ALIASES = {"s3stream": "s3", "s3stream+gs": "gs"}
+
+
+def plain_url(url: str) -> str:
+    """Return `url` with a scheme of our own replaced by the store's."""
+    scheme, separator, rest = url.partition("://")
+    return f"{_ALIASES[scheme]}://{rest}" if separator and scheme in _ALIASES else url
 
 
 def split_file(url: str) -> tuple[str, str | None]:
@@ -31,7 +44,7 @@ def split_file(url: str) -> tuple[str, str | None]:
 
 
 def open_source(url: str, config: StreamConfig) -> Source:
-    """Return the source for `url`: S3, local files, or any filesystem of fsspec. Nothing is contacted yet.
+    """Return the source for `url`: S3, GCS, local files, or any filesystem of fsspec. Nothing is contacted yet.
 
     Raises:
         ConfigError: a scheme that is not supported, or a malformed URL.
@@ -42,6 +55,7 @@ def open_source(url: str, config: StreamConfig) -> Source:
         from streamer.sources.local import LocalSource
 
         return LocalSource(path, threads=config.concurrency)
+    url = plain_url(url)
     scheme = url.partition("://")[0]
     if scheme == "s3":
         try:
@@ -51,8 +65,14 @@ def open_source(url: str, config: StreamConfig) -> Source:
                 f"s3:// URLs need the package {error.name}", hint="pip install aiobotocore"
             ) from error
         return S3Source(parse_s3_url(url), config)
+    if scheme in ("gs", "gcs"):
+        from streamer.sources.gcs import GcsSource
+
+        return GcsSource(parse_gcs_url("gs://" + url.partition("://")[2]), config)
     if config.pin == "version":
-        raise ConfigError(f"{url} cannot be read with pin=version", hint="only s3:// URLs have versions to pin")
+        raise ConfigError(
+            f"{url} cannot be read with pin=version", hint="only s3:// and gs:// URLs have versions to pin"
+        )
     from streamer.sources.fsspec_source import FsspecSource
 
     return FsspecSource(url, config)

@@ -16,17 +16,18 @@ from typing import Any, TypeVar
 from streamer.checkpoint.stored import StoredChecksum
 from streamer.config import StreamConfig
 from streamer.errors import BadResponseError, ConfigError, ObjectNotFoundError, SourceError, shorten
-from streamer.sources.base import ObjectInfo
+from streamer.sources.base import Listing, ObjectInfo
+from streamer.sources.network import ssl_context_for
 from streamer.sources.s3_checksums import ask_checksum
-from streamer.sources.s3_client import S3Client, open_s3_client, ssl_context_for, translated
+from streamer.sources.s3_client import S3Client, open_s3_client, translated
 from streamer.sources.s3_extras import S3Extras
 from streamer.sources.s3_sdk import SdkReader
 from streamer.sources.s3_url import S3Location
 from streamer.sources.s3_versions import resolve_versions, version_of
 from streamer.transport.failures import CredentialsExpired, Place, WrongRegion, unavailable
 from streamer.transport.hedging import Hedging
-from streamer.transport.lanes import Lanes, most_lanes
-from streamer.transport.pool import ConnectionPool, parse_origin
+from streamer.transport.lanes import Lanes, open_lanes
+from streamer.transport.pool import parse_origin
 from streamer.transport.pressure import Pressure
 from streamer.transport.reader import Address, RangeReader, ReadTarget
 from streamer.transport.retry import Attempts, RetryPolicy, call_with_retries
@@ -93,12 +94,15 @@ class S3Source:
 
     # -- control plane -------------------------------------------------------------------------------
 
-    async def list(self) -> Sequence[ObjectInfo]:
+    async def list_below(self, prefix: str, *, recursive: bool) -> Listing:
         found: list[ObjectInfo] = []
+        folders: list[str] = []
         seen: set[str] = set()
         token: str | None = None
+        stop = {} if recursive else {"Delimiter": "/"}
         while True:
-            page = await self._page(self._location.prefix, token)
+            page = await self._page(self._location.prefix + prefix, token, **stop)
+            folders += [item["Prefix"].removeprefix(self._location.prefix) for item in page.get("CommonPrefixes", ())]
             for item in page.get("Contents", ()):
                 key = item["Key"].removeprefix(self._location.prefix)
                 if key and not key.endswith("/"):  # the rest are folder markers
@@ -109,6 +113,10 @@ class S3Source:
             if token in seen:
                 raise BadResponseError("the listing has no end: it continues where it has been before", url=self.url)
             seen.add(token)
+        return Listing(found, folders)
+
+    async def list(self) -> Sequence[ObjectInfo]:
+        found = (await self.list_below("", recursive=True)).items
         if not found:
             raise ObjectNotFoundError("there are no objects here", hint=await self._suggest(), url=self.url)
         if any(item.pin is None for item in found):
@@ -261,14 +269,7 @@ class S3Source:
             return
         if self._reader is None:
             is_secure = client.api.meta.endpoint_url.startswith("https:")
-            open_pool = functools.partial(
-                ConnectionPool,
-                ssl_context=ssl_context_for(client.verify) if is_secure else None,
-                connect_timeout_seconds=self._config.connect_timeout_seconds,
-            )
-            self._lanes = Lanes(
-                open_pool, most=most_lanes(self._config.receive_loops), use_uvloop=self._config.use_uvloop
-            )
+            self._lanes = open_lanes(self._config, ssl_context_for(client.verify) if is_secure else None)
             self._reader = RangeReader(self._lanes, self._config, self._policy, self._stats, self._pressure)
 
         async def address(expired: Address | None) -> Address:

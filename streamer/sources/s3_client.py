@@ -5,24 +5,19 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import ssl
-import warnings
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import aiohttp
 import botocore.exceptions as aws
 from aiobotocore.config import AioConfig
 from aiobotocore.session import AioSession
-from botocore.httpsession import get_cert_path
 from botocore.parsers import ResponseParserError
-from botocore.utils import get_environ_proxies
 
 from streamer.config import StreamConfig
 from streamer.errors import BadResponseError, ConfigError, CredentialsError, SourceError, StreamError
+from streamer.sources.network import proxy_url, resolve_verify
 from streamer.sources.s3_identity import (
     CREDENTIAL_ERRORS,
     IDENTITY_OPERATIONS,
@@ -39,7 +34,7 @@ from streamer.transport.pool import Proxy, proxy_for
 from streamer.transport.retry import TransientFailure
 from streamer.transport.tls_errors import explain_tls_failure
 
-__all__ = ["DEFAULT_REGION", "S3Client", "find_credentials", "open_s3_client", "ssl_context_for", "translated"]
+__all__ = ["DEFAULT_REGION", "S3Client", "find_credentials", "open_s3_client", "translated"]
 
 DEFAULT_REGION = "us-east-1"
 
@@ -75,7 +70,7 @@ async def open_s3_client(
     session = AioSession(profile=config.profile)
     try:
         region = region or config.region or session.get_config_variable("region") or DEFAULT_REGION
-        verify = _resolve_verify(config, session)
+        verify = resolve_verify(config, session.get_config_variable("ca_bundle"))
         session.set_config_variable("region", region)  # STS is asked in the same region, as botocore does
         unsigned = unsigned or config.anonymous
         if not unsigned:
@@ -117,8 +112,8 @@ def _refuse_keys(endpoint_url: str | None) -> None:
 def _proxy(endpoint_url: str, config: StreamConfig) -> Proxy | None:
     if config.transport == "sdk":
         return None  # the SDK finds its proxy itself, and speaks to more kinds
-    found = get_environ_proxies(endpoint_url).get(urlsplit(endpoint_url).scheme)
-    return proxy_for(found) if found else None
+    found = proxy_url(endpoint_url)
+    return proxy_for(found, "set transport=sdk") if found else None
 
 
 async def find_credentials(session: AioSession, url: str | None) -> Any:
@@ -159,37 +154,6 @@ def _client_config(config: StreamConfig, location: S3Location, *, unsigned: bool
         user_agent_extra="s3stream",
         **options,
     )
-
-
-def _resolve_verify(config: StreamConfig, session: AioSession) -> str | bool:
-    if not config.tls_verify:
-        warnings.warn(
-            "tls_verify is off: any certificate is accepted, so weights can be replaced on the way", stacklevel=2
-        )
-        return False
-    bundle = config.ca_bundle or session.get_config_variable("ca_bundle")
-    if bundle and not Path(bundle).is_file():
-        raise ConfigError(f"the CA bundle {bundle} does not exist", hint="see ca_bundle and AWS_CA_BUNDLE")
-    return str(bundle) if bundle else True
-
-
-def ssl_context_for(verify: str | bool) -> ssl.SSLContext:
-    """Build the context that botocore's own connections would use.
-
-    Raises:
-        ConfigError: the bundle is missing or is not a PEM file.
-    """
-    if verify is False:
-        context = ssl.create_default_context()
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE
-        return context
-    path = verify if isinstance(verify, str) else get_cert_path(True)
-    try:
-        return ssl.create_default_context(cafile=path)
-    except (OSError, ssl.SSLError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(f"the CA bundle {path} cannot be used: {reason}", hint="give a PEM file") from error
 
 
 @contextlib.asynccontextmanager

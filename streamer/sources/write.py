@@ -8,7 +8,7 @@ from pathlib import Path
 
 from streamer.config import StreamConfig
 from streamer.errors import ConfigError, SourceError
-from streamer.sources.open import local_path, open_source
+from streamer.sources.open import local_path, open_source, plain_url
 
 __all__ = ["write_object"]
 
@@ -20,6 +20,7 @@ def write_object(url: str, key: str, body: bytes, config: StreamConfig) -> None:
         ConfigError: only S3 and local folders can be written to.
         SourceError: the store refuses.
     """
+    url = plain_url(url)
     folder = local_path(url)
     if folder is not None:
         _write_file(folder / key, body)

@@ -30,6 +30,8 @@ class Expected:
     end: int
     size: int
     etag: str | None = None
+    identity: tuple[str, str] | None = None
+    """A header, in lower case, that tells the object's identity where stores do so by another one than ETag."""
 
 
 def check_range_response(expected: Expected, status: int, headers: Mapping[str, str]) -> None:
@@ -66,6 +68,10 @@ def check_range_response(expected: Expected, status: int, headers: Mapping[str, 
     etag = headers.get("etag")
     if expected.etag is not None and etag is not None and not _same_etag(etag, expected.etag):
         raise WrongResponse(f"the ETag is {etag}, not {expected.etag}")
+    if expected.identity is not None:
+        name, value = expected.identity
+        if headers.get(name, value) != value:
+            raise WrongResponse(f"{name} is {headers[name]}, not {value}")
 
 
 def _check_content_range(expected: Expected, value: str | None) -> None:

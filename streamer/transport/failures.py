@@ -28,6 +28,7 @@ __all__ = [
     "WrongRegion",
     "bad_response",
     "classify",
+    "hide_secrets",
     "is_out_of_files",
     "unavailable",
 ]
@@ -40,6 +41,7 @@ _IDENTITY = {
     "SignatureDoesNotMatch": "the secret key does not belong to the access key, or a proxy changed the request",
     "InvalidToken": "the session token is malformed or belongs to other keys",
     "InvalidClientTokenId": "the access key does not exist",
+    "InvalidSecurity": "the store does not know this access key; GCS wants an HMAC key of a service account or user",
     "AuthFailure": "check the credentials",
     "RequestTimeTooSkewed": "set this machine's clock",
     "NotSignedUp": "the account has no access to the service",
@@ -63,7 +65,7 @@ _TRANSIENT_CODES = frozenset(
 _KMS_HINT = "the identity needs kms:Decrypt for the key that the object is encrypted with"
 _SIGNED = re.compile(
     r"((?:signature|security-token|credential)(?:=|%3D)|x-amz-security-token['\"]?:\s*['\"]?"
-    r"|authorization['\"]?:\s*['\"]?(?:basic|bearer)\s+)[^\s&,;\"'<>]+",
+    r"|authorization['\"]?:\s*['\"]?(?:basic|bearer)\s+|access_token['\"]?[=:]\s*['\"]?|\bya29\.)[^\s&,;\"'<>]+",
     re.IGNORECASE,
 )
 _TRANSIENT_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
@@ -129,7 +131,7 @@ def classify(
     """
 
     def make(kind: type[SourceError], text: str, hint: str | None = None) -> SourceError:
-        said = f"{text}: {_without_signature(message)}" if message else text
+        said = f"{text}: {hide_secrets(message)}" if message else text
         return kind(
             said,
             hint=hint,
@@ -179,8 +181,8 @@ def classify(
     return make(SourceError, "the store refused the request")
 
 
-def _without_signature(message: str) -> str:
-    """Blot out what signs a request: some gateways quote the whole of it in their errors."""
+def hide_secrets(message: str) -> str:
+    """Blot out what signs a request or is a token: some gateways quote the whole of a request in their errors."""
     return _SIGNED.sub(r"\1***", message)
 
 

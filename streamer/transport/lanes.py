@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
+import ssl
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
+from streamer.config import StreamConfig
 from streamer.errors import SourceError
 from streamer.transport.loop import LoopThread
 from streamer.transport.pool import ConnectionPool
 
-__all__ = ["Lanes", "most_lanes"]
+__all__ = ["Lanes", "most_lanes", "open_lanes"]
 
 T = TypeVar("T")
 
@@ -36,6 +39,14 @@ _MOST = 8
 def most_lanes(chosen: int | None) -> int:
     """Return how many event loops may receive: as `chosen`, or one for each processor that we may use, up to 8."""
     return chosen or max(1, min(_MOST, len(os.sched_getaffinity(0))))
+
+
+def open_lanes(config: StreamConfig, ssl_context: ssl.SSLContext | None) -> Lanes:
+    """Return the lanes of one source. Threads and connections come when they are needed."""
+    open_pool = functools.partial(
+        ConnectionPool, ssl_context=ssl_context, connect_timeout_seconds=config.connect_timeout_seconds
+    )
+    return Lanes(open_pool, most=most_lanes(config.receive_loops), use_uvloop=config.use_uvloop)
 
 
 class _Lane:

@@ -17,7 +17,7 @@ from streamer.transport.failures import OPEN_FILES_HINT, is_out_of_files
 from streamer.transport.head import HeadParser, MalformedResponse
 from streamer.transport.tls_errors import explain_tls_failure
 
-__all__ = ["ConnectFailed", "ConnectionPool", "Origin", "parse_origin", "proxy_for"]
+__all__ = ["ConnectFailed", "ConnectionPool", "Origin", "Proxy", "parse_origin", "proxy_for"]
 
 _HAPPY_EYEBALLS_DELAY_SECONDS = 0.25  # RFC 8305, section 8
 
@@ -75,8 +75,11 @@ def parse_origin(url: str, proxy: Proxy | None = None) -> tuple[Origin, str]:
     return origin, f"{target}?{parts.query}" if parts.query else target
 
 
-def proxy_for(url: str) -> Proxy:
+def proxy_for(url: str, otherwise: str) -> Proxy:
     """Parse the URL of a proxy.
+
+    Args:
+        otherwise: what to do instead when it is of another kind.
 
     Raises:
         ConfigError: a proxy that is itself spoken to over TLS, or by SOCKS, or a URL that is none.
@@ -95,7 +98,7 @@ def proxy_for(url: str) -> Proxy:
         raise ConfigError(
             f"the proxy at {parts.hostname or 'an unnamed host'} needs {parts.scheme}, which the native reader "
             "does not speak",
-            hint="set transport=sdk",
+            hint=otherwise,
         )
     authorization = None
     if parts.username is not None:

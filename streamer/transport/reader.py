@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from streamer.config import StreamConfig
 from streamer.errors import SourceError
@@ -25,11 +26,14 @@ from streamer.transport.retry import Attempts, RetryPolicy, TransientFailure, ca
 from streamer.transport.scatter import Scatter
 from streamer.transport.stats import TransferStats
 
-__all__ = ["Address", "RangeReader", "ReadTarget", "read_resuming"]
+__all__ = ["Address", "RangeReader", "ReadTarget", "Refused", "read_resuming"]
 
 #: A failed try that delivered this much counts as progress.
 _PROGRESS_BYTES = 256 << 10
 _ASKED_TOO_MUCH = (429, 503)
+
+#: From a place, head and body of an answer, and whether the request was anonymous, to what to raise for it.
+Refused: TypeAlias = Callable[[Place, ResponseHead, bytes, bool], Exception]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +43,29 @@ class Address:
     Attributes:
         request_target: may carry a signature, so it is never shown.
         signer: who signed it; the source's own.
-        headers: that are part of the signature. May hold a key, so they are never shown.
+        headers: that are part of the signature, or are the credentials. They are never shown.
+        accept_encoding: ``identity`` keeps gateways from compressing or decompressing on the way; not all stores.
     """
 
     origin: Origin
     request_target: str = field(repr=False)
     signer: object = field(default=None, repr=False)
     headers: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    accept_encoding: str = "identity"
+
+
+def _refused_by_s3(place: Place, head: ResponseHead, body: bytes, anonymous: bool) -> Exception:
+    error = parse_store_error(body, head.headers)
+    return classify(
+        place,
+        head.status,
+        code=error.code,
+        message=error.message,
+        request_id=head.headers.get("x-amz-request-id"),
+        region=error.region,
+        retry_after=retry_after(head.headers),
+        anonymous=anonymous,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +77,8 @@ class ReadTarget:
         size: bytes.
         etag: sent as ``If-Match`` and compared with the answer; None reads unpinned.
         version: that `address` names, for messages.
+        identity: as in `Expected`.
+        refused: makes an error of a refusal; by default as S3's are to be understood.
         address: returns where to ask. It is given the address that the store called expired, if one was.
     """
 
@@ -66,6 +88,8 @@ class ReadTarget:
     address: Callable[[Address | None], Awaitable[Address]]
     anonymous: bool = False
     version: str | None = None
+    identity: tuple[str, str] | None = None
+    refused: Refused = _refused_by_s3
 
 
 #: Performs one try: fills the scatter from its cursor on, or raises `TransientFailure`,
@@ -105,7 +129,7 @@ async def read_resuming(
                 attempts.progressed = gained >= _PROGRESS_BYTES
 
     def on_retry(failure: TransientFailure) -> None:
-        if failure.final.status in _ASKED_TOO_MUCH:
+        if failure.final.status in _ASKED_TOO_MUCH or failure.asked_too_much:
             stats.throttled += 1
             pressure.refused()
         stats.retries += 1
@@ -178,7 +202,7 @@ class RangeReader:
     ) -> None:
         assert place.start is not None
         assert place.end is not None
-        expected = Expected(place.start, place.end, target.size, target.etag)
+        expected = Expected(place.start, place.end, target.size, target.etag, target.identity)
 
         def accept(head: ResponseHead) -> bool:
             if head.status not in (200, 206):
@@ -207,17 +231,7 @@ class RangeReader:
             raise bad_response(place, None, str(wrong)) from wrong
         if head.status in (200, 206):
             return
-        error = parse_store_error(body, head.headers)
-        raise classify(
-            place,
-            head.status,
-            code=error.code,
-            message=error.message,
-            request_id=head.headers.get("x-amz-request-id"),
-            region=error.region,
-            retry_after=retry_after(head.headers),
-            anonymous=target.anonymous,
-        )
+        raise target.refused(place, head, body, target.anonymous)
 
 
 def _render(address: Address, expected: Expected) -> bytes:
@@ -232,8 +246,7 @@ def _render(address: Address, expected: Expected) -> bytes:
     lines += [
         f"Host: {origin.authority}",
         "User-Agent: s3stream",
-        # Without this, GCS and some gateways decompress or compress on the way.
-        "Accept-Encoding: identity",
+        f"Accept-Encoding: {address.accept_encoding}",
         f"Range: bytes={expected.start}-{expected.end - 1}",
     ]
     if expected.etag is not None:

@@ -32,6 +32,7 @@ class TransientFailure(Exception):
         retry_after: seconds the server asked for.
         most_attempts: fewer tries than the policy's, for answers that seldom change.
         free: costs no attempt and no wait: a keep-alive connection that the server had already closed.
+        asked_too_much: the store said so by other means than the status.
     """
 
     def __init__(
@@ -41,12 +42,14 @@ class TransientFailure(Exception):
         retry_after: float | None = None,
         most_attempts: int | None = None,
         free: bool = False,
+        asked_too_much: bool = False,
     ) -> None:
         super().__init__(final.message)
         self.final = final
         self.retry_after = retry_after
         self.most_attempts = most_attempts
         self.free = free
+        self.asked_too_much = asked_too_much
 
 
 @dataclass(frozen=True, slots=True)

@@ -315,7 +315,7 @@ def streamer_item() -> streamer.sources.ObjectInfo:
 )
 def test_a_proxy_url_that_cannot_be_used(url: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        proxy_for(url)
+        proxy_for(url, "set transport=sdk")
     assert_clean(everything_said(caught.value))
 
 

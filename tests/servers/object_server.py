@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 from urllib.parse import quote
 from xml.sax.saxutils import escape
 
@@ -101,7 +102,7 @@ class ObjectServer:
     def url(self) -> str:
         return f"{'https' if self.tls else 'http'}://127.0.0.1:{self.port}"
 
-    def __enter__(self) -> ObjectServer:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -200,9 +201,7 @@ class ObjectServer:
         """Answer one request; return whether the connection stays open."""
         request = parse_request(head)
         response = self.route(request)
-        kind = "LIST" if request.method == "GET" and not request.key else request.method
-        if "attributes" in request.query:
-            kind = "ATTRIBUTES"
+        kind = self._kind(request)
         with self._lock:
             self.counters.requests[kind] += 1
             self.counters.authorization.append(request.headers.get("authorization", request.target))
@@ -215,6 +214,11 @@ class ObjectServer:
         finally:
             with self._lock:
                 self.counters.answering -= 1
+
+    def _kind(self, request: Request) -> str:
+        if "attributes" in request.query:
+            return "ATTRIBUTES"
+        return "LIST" if request.method == "GET" and not request.key else request.method
 
     def _apply_faults(self, kind: str, request: Request, response: Response) -> Response:
         for fault in self.faults:

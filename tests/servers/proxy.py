@@ -6,14 +6,21 @@ import base64
 import contextlib
 import socket
 import threading
+from collections.abc import Callable
 from urllib.parse import urlsplit
 
 
 class Proxy:
-    """Relays until `close`; `seen` has the first line of every request."""
+    """Relays until `close`; `seen` has the first line of every request.
 
-    def __init__(self, credentials: str | None = None) -> None:
+    Args:
+        credentials: user and password that are asked for.
+        change: makes other header lines of those of requests that are not tunnelled.
+    """
+
+    def __init__(self, credentials: str | None = None, change: Callable[[str], str] = str) -> None:
         self.seen: list[str] = []
+        self._change = change
         self._expected = f"Basic {base64.b64encode(credentials.encode()).decode()}" if credentials else None
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
@@ -41,7 +48,8 @@ class Proxy:
                 if not more:
                     return
                 head += more
-            first, *lines = head.split(b"\r\n\r\n")[0].decode("latin-1").split("\r\n")
+            head, _, body = head.partition(b"\r\n\r\n")
+            first, *lines = head.decode("latin-1").split("\r\n")
             self.seen.append(first)
             headers = dict(line.split(": ", 1) for line in lines)
             if self._expected and headers.get("Proxy-Authorization") != self._expected:
@@ -56,10 +64,13 @@ class Proxy:
                 return
             parts = urlsplit(target)
             path = parts.path + (f"?{parts.query}" if parts.query else "")
-            kept = [line for line in lines if not line.lower().startswith(("proxy-", "connection:"))]
+            kept = [self._change(line) for line in lines if not line.lower().startswith(("proxy-", "connection:"))]
             with socket.create_connection((parts.hostname or "", parts.port or 80)) as upstream:
                 request = "\r\n".join((f"{method} {path} {version}", *kept, "Connection: close", "", ""))
-                upstream.sendall(request.encode("latin-1"))
+                length = int({name.lower(): value for name, value in headers.items()}.get("content-length", 0))
+                while len(body) < length:
+                    body += client.recv(65536)
+                upstream.sendall(request.encode("latin-1") + body)
                 while data := upstream.recv(65536):
                     client.sendall(data)
 

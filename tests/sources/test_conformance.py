@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from streamer.errors import ConfigError, CredentialsError, ObjectChangedError, O
 from streamer.sources import ObjectInfo, Source, open_source
 from streamer.sources.memory import MemorySource
 from tests.conftest import ACCESS_KEY, SECRET_KEY
+from tests.servers.fake_gcs import FakeGcs
+from tests.servers.gcs import GcsServer
 from tests.servers.object_server import ObjectServer
 from tests.servers.seaweed import SeaweedServer
 
@@ -73,11 +76,23 @@ def s3_store(endpoint: str, transport: str, put: Callable[[str, str, bytes], Non
     return Store(put_all, lambda: open_source(f"s3://{bucket}/org/model", config))
 
 
+def gcs_store(endpoint: str, put: Callable[[str, str, bytes], None], bucket: str) -> Store:
+    def put_all(objects: Mapping[str, bytes]) -> None:
+        for key, body in objects.items():
+            put(bucket, f"org/model/{key}", body)
+        put(bucket, "org/model-v2/other.bin", b"a neighbour whose name begins the same")
+
+    config = StreamConfig(endpoint_url=endpoint, anonymous=True)
+    return Store(put_all, lambda: open_source(f"gs://{bucket}/org/model", config))
+
+
 @pytest.fixture(
     params=[
         "memory",
         "local",
         "fsspec",
+        "gcs-own",
+        "gcs-fake",
         "own-native",
         "own-sdk",
         "moto-native",
@@ -110,6 +125,17 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
                 path.write_bytes(body)
 
         yield Store(write, lambda: open_source(str(tmp_path / "root"), StreamConfig()))
+    elif kind == "gcs":
+        with contextlib.ExitStack() as stack:
+            if transport == "own":
+                gcs: GcsServer | FakeGcs = stack.enter_context(GcsServer())
+                assert isinstance(gcs, GcsServer)
+                gcs.objects[bucket] = {}
+            else:
+                gcs = request.getfixturevalue("fake_gcs")
+                assert isinstance(gcs, FakeGcs)
+                gcs.create_bucket(bucket)
+            yield gcs_store(gcs.url, gcs.put, bucket)
     elif kind == "own":
         with ObjectServer(require_signature=True) as server:
             server.objects[bucket] = {}

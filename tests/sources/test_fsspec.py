@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import tarfile
+import time
 import uuid
 import zipfile
 from collections.abc import Awaitable, Callable, Iterator
@@ -21,11 +23,13 @@ from streamer.errors import (
     AccessDeniedError,
     MissingDependencyError,
     ObjectChangedError,
+    SourceError,
     SourceUnavailableError,
 )
-from streamer.sources import open_source
+from streamer.sources import ObjectInfo, open_source
 from streamer.sources.fsspec_source import FsspecSource
 from streamer.transport.failures import Place
+from tests.servers.messages import Fault, Request, Response, error_response
 from tests.servers.object_server import ObjectServer
 
 QUICK = StreamConfig(retry_attempts=3, retry_first_wait_seconds=0.001)
@@ -194,5 +198,126 @@ def test_labels_hold_no_secret(url: str, label: str) -> None:
 
 
 def test_a_filesystem_that_is_not_installed_is_named() -> None:
-    with pytest.raises(MissingDependencyError, match=r"gs://bucket/m needs a package that is not installed.*gcsfs"):
-        open_source("gs://bucket/m", StreamConfig())
+    with pytest.raises(MissingDependencyError, match=r"az://bucket/m needs a package that is not installed"):
+        open_source("az://bucket/m", StreamConfig())
+
+
+# -- over HTTP, whose filesystem is asynchronous -----------------------------------------------------------
+
+LONG = bytes(range(256)) * 40_000
+
+
+@pytest.fixture
+def web() -> Iterator[ObjectServer]:
+    with ObjectServer(first_byte_seconds=0.1) as server:
+        server.put("models", "m/a.bin", LONG)
+        yield server
+
+
+async def read(source: FsspecSource, item: ObjectInfo, start: int, end: int) -> bytes:
+    buffer = bytearray(end - start)
+    await source.read_into(item, start, [memoryview(buffer)])
+    return bytes(buffer)
+
+
+async def read_pieces(source: FsspecSource) -> None:
+    item = await source.stat("a.bin")
+    ranges = [(start, start + 40_000) for start in range(0, 640_000, 40_000)]
+    bodies = await asyncio.gather(*(read(source, item, *ends) for ends in ranges))
+    assert bodies == [LONG[start:end] for start, end in ranges]
+
+
+def test_reads_are_concurrent(web: ObjectServer) -> None:
+    source = source_for(f"{web.url}/models/m")
+    began = time.monotonic()
+    use(source, read_pieces)
+    assert web.counters.most_open_connections >= 16
+    assert time.monotonic() - began < 16 * 0.1  # the time to their first bytes, one after the other
+
+
+@pytest.mark.parametrize("chain", ["", "simplecache::"])
+def test_servers_are_asked_not_to_compress(web: ObjectServer, chain: str) -> None:
+    asked: list[str | None] = []
+    web.faults.append(Fault(lambda request, _: asked.append(request.headers.get("accept-encoding")), times=None))
+    use(source_for(f"{chain}{web.url}/models/m"), read_pieces)
+    assert set(asked) == {"identity"}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # blockcache closes no file
+@pytest.mark.parametrize("chain", ["simplecache", "filecache", "blockcache"])
+def test_caches_are_asked_by_one_at_a_time(web: ObjectServer, chain: str) -> None:
+    """Asked by several threads, these give short reads or zeros."""
+    source = source_for(f"{chain}::{web.url}/models/m")
+    use(source, read_pieces)
+    assert web.counters.requests["GET"] <= 3
+
+
+def test_archives_are_asked_by_one_at_a_time(tmp_path: Path) -> None:
+    (tmp_path / "a.bin").write_bytes(LONG)
+    with tarfile.open(tmp_path / "m.tar", "w") as archive:
+        archive.add(tmp_path / "a.bin", "m/a.bin")
+
+    async def many(source: FsspecSource) -> None:
+        for _ in range(20):
+            await read_pieces(source)
+
+    use(source_for(f"tar://m::file://{tmp_path}/m.tar"), many)
+
+
+def test_a_persistent_cache_is_held_against_the_store(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fsspec.config.conf["filecache"] = {"cache_storage": str(tmp_path / "cache")}
+    (tmp_path / "m").mkdir()
+    try:
+        for body in (LONG, LONG[::-1]):
+            (tmp_path / "m" / "a.bin").write_bytes(body)
+
+            async def work(source: FsspecSource, body: bytes = body) -> None:
+                assert await read(source, await source.stat("a.bin"), 10, 20) == body[10:20]
+
+            assert "files of earlier runs" not in caplog.text
+            use(source_for(f"filecache::file://{tmp_path}/m"), work)
+        assert "files of earlier runs" in caplog.text
+    finally:
+        del fsspec.config.conf["filecache"]
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [(403, AccessDeniedError), (401, AccessDeniedError), (404, ObjectChangedError), (400, SourceError)],
+)
+def test_refusals_are_final(web: ObjectServer, status: int, kind: type[SourceError]) -> None:
+    async def work(source: FsspecSource) -> None:
+        item = await source.stat("a.bin")
+        web.faults.append(Fault(lambda request, response: error_response(status, "Because"), times=None))
+        with pytest.raises(kind):
+            await read(source, item, 0, 10)
+        assert source.stats.retries == 0
+        web.faults[:] = [Fault(lambda request, response: error_response(503, "SlowDown"), times=2)]
+        assert await read(source, item, 0, 10) == LONG[:10]
+        assert source.stats.retries == 2
+
+    use(source_for(f"{web.url}/models/m"), work)
+
+
+def test_what_stalls_is_given_up_and_what_is_cancelled_ends(web: ObjectServer) -> None:
+    def stall(request: Request, response: Response) -> None:
+        response.stall_after = 5
+
+    async def work(source: FsspecSource) -> None:
+        item = await source.stat("a.bin")
+        web.faults.append(Fault(stall, times=None))
+        with pytest.raises(SourceUnavailableError, match=r"did not answer within 0\.3 s"):
+            await read(source, item, 0, 10)
+        reading = asyncio.ensure_future(read(source, item, 0, 10))
+        await asyncio.sleep(0.2)
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        web.faults.clear()
+        assert await read(source, item, 0, 10) == LONG[:10]
+
+    source = open_source(f"{web.url}/models/m", QUICK.replace(retry_deadline_seconds=0.3))
+    assert isinstance(source, FsspecSource)
+    began = time.monotonic()
+    use(source, work)
+    assert time.monotonic() - began < 5

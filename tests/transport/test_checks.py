@@ -92,3 +92,11 @@ def test_entity_bombs_are_not_expanded() -> None:
 )
 def test_retry_after(value: str, seconds: float | None) -> None:
     assert retry_after({"retry-after": value}) == seconds
+
+
+def test_identity_by_another_header_than_etag() -> None:
+    expected = Expected(100, 200, 1000, identity=("x-goog-generation", "17"))
+    check_range_response(expected, 206, {**GOOD, "x-goog-generation": "17"})
+    check_range_response(expected, 206, GOOD)
+    with pytest.raises(WrongResponse, match="x-goog-generation is 18, not 17"):
+        check_range_response(expected, 206, {**GOOD, "x-goog-generation": "18"})

@@ -232,7 +232,7 @@ async def read_all(server: ObjectServer, ca_bundle: str, use_uvloop: bool) -> tu
 @pytest.fixture
 def all_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("streamer.transport.lanes._LOOK_SECONDS", 0.0)
-    monkeypatch.setattr("streamer.sources.s3.Lanes", functools.partial(Lanes, busy_share=0.0))
+    monkeypatch.setattr("streamer.transport.lanes.Lanes", functools.partial(Lanes, busy_share=0.0))
 
 
 @pytest.mark.usefixtures("all_busy")
