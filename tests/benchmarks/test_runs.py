@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.benchmarks import peers, sharing
+from tests.benchmarks import peers
 from tests.benchmarks.end_to_end import ROWS
+from tests.benchmarks.node_memory import Node
 from tests.benchmarks.processes import ROOT
 from tests.benchmarks.rig import RESULTS
 
@@ -115,7 +116,7 @@ def test_memory_that_processes_share_is_counted_once() -> None:
     ]
     try:
         assert [holder.stdout and holder.stdout.readline() for holder in holders] == ["ready\n"] * 2
-        with sharing.Node([holder.pid for holder in holders]) as node:
+        with Node([holder.pid for holder in holders]) as node:
             for holder in holders:
                 assert holder.stdin
                 holder.stdin.write("\n")
