@@ -106,7 +106,12 @@ def _load(model: Any, url: str, way: Way, arguments: Mapping[str, Any]) -> dict[
     size = arguments["size"]
     if not way.share:
         return {"nbytes": runai.load(model, url, is_distributed=way.is_distributed)}
-    options = {"endpoint_url": arguments["endpoint"], "share": way.share, "buffer_bytes": arguments["buffer_bytes"]}
+    options = {
+        "endpoint_url": arguments["endpoint"],
+        "share": way.share,
+        "buffer_bytes": arguments["buffer_bytes"],
+        **arguments.get("options", {}),
+    }
     report = streamer.load(model, url, options, group=dist.group.WORLD)
     together = report.sharing.ranks if report.sharing else 1
     if together != (size if way.share == "auto" else 1):
@@ -118,7 +123,12 @@ def _load(model: Any, url: str, way: Way, arguments: Mapping[str, Any]) -> dict[
 def run_ranks(
     row: str, size: int, arguments: Mapping[str, Any], server: Served, *, samples_memory: bool = False
 ) -> dict[str, Any]:
-    """Start the ranks of one row, have them load together, and put together what they say."""
+    """Start the ranks of one row, have them load together, and put together what they say.
+
+    Args:
+        arguments: ``config`` of the model, ``file`` to compare with and ``file_bytes``, ``buffer_bytes``, and more
+            ``options`` of s3stream, if there are any.
+    """
     environ = {
         **ROWS[row].environ(size, arguments["buffer_bytes"]),
         "AWS_ENDPOINT_URL": server.endpoint,
