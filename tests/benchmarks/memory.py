@@ -24,7 +24,7 @@ import argparse
 import json
 import math
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +90,7 @@ def run_one(arguments: dict[str, Any]) -> None:
     emit(sample, peak_buffer_bytes=reports[0].peak_buffer_bytes, requests=reports[0].requests)
 
 
-def run(largest: int) -> dict[str, Any]:
+def run(largest: int, only: Sequence[str]) -> dict[str, Any]:
     config = config_of(largest)
     cap = largest_bytes(config) // 2
     with tempfile.TemporaryDirectory(prefix="s3stream-bench-") as folder:
@@ -100,7 +100,9 @@ def run(largest: int) -> dict[str, Any]:
         with object_server(root) as server:
             common = {"endpoint": server.endpoint, "config": config, "buffer_bytes": cap}
             rows = {
-                row: run_row("tests.benchmarks.memory", row, {**common, **arguments}) for row, arguments in ROWS.items()
+                row: run_row("tests.benchmarks.memory", row, {**common, **arguments})
+                for row, arguments in ROWS.items()
+                if row in only
             }
     return {
         "what": "peak resident memory above the parameters during a load",
@@ -110,11 +112,11 @@ def run(largest: int) -> dict[str, Any]:
         "cap_bytes": cap,
         "limit_bytes": cap + ALLOWANCE_BYTES,
         "rows": rows,
-        "ranks": run_shared(largest),
+        "ranks": run_shared(largest, only),
     }
 
 
-def run_shared(largest: int) -> dict[str, Any]:
+def run_shared(largest: int, only: Sequence[str]) -> dict[str, Any]:
     """Measure the rows of two ranks, with a checkpoint of their own."""
     config = row_parallel_config_of(largest)
     cap = largest_bytes(config) // 2
@@ -126,7 +128,8 @@ def run_shared(largest: int) -> dict[str, Any]:
         common = {"file": str(file), "file_bytes": file.stat().st_size, "buffer_bytes": cap}
         rows = {}
         with object_server(root) as server:
-            for row, (way, dtype) in SHARED_ROWS.items():
+            for row in (row for row in SHARED_ROWS if row in only):
+                way, dtype = SHARED_ROWS[row]
                 arguments = {**common, "config": {**config, "torch_dtype": dtype}}
                 rows[row] = run_ranks(way, 2, arguments, server, samples_memory=True)
                 rows[row]["peak_extra_bytes"] = rows[row].pop("peak_node_bytes")
@@ -142,6 +145,8 @@ def run_shared(largest: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--largest-mib", type=int, default=500, help="about how large the largest tensor is")
+    names = [*ROWS, *SHARED_ROWS]
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="ROW", help="; ".join(names))
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the raw results")
     parser.add_argument("--row", choices=list(ROWS), help=argparse.SUPPRESS)
     parser.add_argument("--arguments", type=json.loads, help=argparse.SUPPRESS)
@@ -149,7 +154,7 @@ def main() -> None:
     if options.row:
         run_one(options.arguments)
         return
-    document = run(options.largest_mib * MIB)
+    document = run(options.largest_mib * MIB, options.only)
     path = save("memory", document, options.results)
     for found in (document, document["ranks"]):
         print(
