@@ -217,7 +217,6 @@ def run(rows: Sequence[str], *, rounds: int, layers: int, store: str) -> dict[st
         "median_peak_extra_mib": {row: round(medians(results, row, "peak_extra_bytes") / MIB) for row in rows},
         "median_served_ratio": {row: round(medians(results, row, "served_ratio"), 4) for row in rows},
         "median_requests": {row: medians(results, row, "requests") for row in rows},
-        "median_engine_seconds": {row: round(medians(results, row, "engine_seconds"), 2) for row in rows},
         "wall_ratio_to_s3stream": {row: ratio(results, row, BASE, "wall_seconds") for row in rows},
         "cpu_ratio_to_s3stream": {row: ratio(results, row, BASE, "cpu_seconds") for row in rows},
         "rounds": results,

@@ -33,6 +33,15 @@ def _runai(found: Mapping[str, Any]) -> str:
     return str(found["environment"].get("runai-model-streamer", "(not measured)"))
 
 
+def _growth(exponents: Mapping[str, float | None]) -> str:
+    fitted = [f"{name} {value:.3f}" for name, value in exponents.items() if value is not None]
+    return f"Exponents of the growth: {', '.join(fitted)}; 1 is linear." if fitted else ""
+
+
+def _spoken(name: str) -> str:
+    return name.removesuffix("_cpu_seconds").replace("_", " ")
+
+
 def end_to_end(results: Results) -> str:
     found = results["end_to_end"]
     bare, sdk = found["cpu_ratio_to_bare_protocol"], found["cpu_ratio_to_aiobotocore_read"]
@@ -138,12 +147,11 @@ def engine(results: Results) -> str:
 
 def trace_cost(results: Results) -> str:
     found = results["trace_cost"]
-    exponents = found["growth_exponents"]
     text = paragraph(
         "What tracing adds to vLLM's own `load_weights` for DeepSeek-V3 at TP=8, rank 3, by number of tensors, on",
         "parameters without memory: as `plan` runs it, and as a load does, whose plain code is faster",
-        f"{_raw('trace_cost', 'trace_cost')[:-1]} beside vLLM). The growth exponents of the traced code are",
-        f"{exponents['plan: traced']} and {exponents['load: traced']}; 1 is linear.",
+        f"{_raw('trace_cost', 'trace_cost')[:-1]} beside vLLM).",
+        _growth({name: found["growth_exponents"].get(name) for name in ("plan: traced", "load: traced")}),
     )
     rows = []
     for size in found["sizes"]:
@@ -161,12 +169,10 @@ def trace_cost(results: Results) -> str:
 def scale(results: Results) -> str:
     found = results["scale"]
     tensors, rows_of = found["by_tensors"], found["by_bytes"]["rows"]
-    grown = tensors["growth_exponents"]
     text = paragraph(
         "How it grows with the number of tensors, with the reference engine's code, at TP=2, headers from the object",
-        f"server; medians of {len(tensors['rounds'])} rounds {_raw('scale', 'scale')}. Exponents of the growth:",
-        f"{grown['headers_cpu_seconds']:.2f} for headers, {grown['trace_and_plan_cpu_seconds']:.2f} for trace and",
-        "plan; 1 is linear.",
+        f"server; medians of {len(tensors['rounds'])} rounds {_raw('scale', 'scale')}.",
+        _growth({_spoken(name): value for name, value in tensors["growth_exponents"].items()}),
     )
     by_tensors = table(
         "tensors | files | headers, CPU s | trace and plan, CPU s | peak memory, MiB",
@@ -191,14 +197,9 @@ def scale(results: Results) -> str:
             seconds = [f"{size[name]:.2f}" for name in ("cpu_seconds", "wall_seconds")]
             peak = f"{size['peak_extra_mib']:.0f}"
             rows.append([row, f"{size['fetched_bytes'] / MIB:.0f}", *seconds, f"{size['requests']:.0f}", peak])
-        rows.append(
-            [
-                f"{row}, exponent",
-                "",
-                *(f"{one['growth_exponents'][name]:.2f}" for name in ("cpu_seconds", "wall_seconds", "requests")),
-                "",
-            ]
-        )
+        if grown := one["growth_exponents"]:
+            exponents = [f"{grown[name]:.2f}" for name in ("cpu_seconds", "wall_seconds", "requests")]
+            rows.append([f"{row}, exponent", "", *exponents, ""])
     by_bytes = table("load | MiB fetched | CPU s | wall s | requests | peak above the parameters, MiB", rows)
     plot = _plot("scale", "CPU seconds by number of tensors, and seconds by bytes")
     return f"{text}\n{by_tensors}\n{second}\n{by_bytes}\n{plot}"
