@@ -44,23 +44,24 @@ class Part:
     needs_vllm: bool = False
 
 
+#: All of the full runs together take about 25 minutes on 2 cores; more rounds are an option of each part.
 _ONE = "--rounds 1 --layers 1"
 PARTS = {
-    "end_to_end": Part("end_to_end", "--rounds 5 --layers 14", _ONE),
-    "peers": Part("peers", "--rounds 3 --layers 8", f"{_ONE} --only Run:ai boto3"),
-    "peers_tls": Part("peers", "--tls --rounds 3 --layers 8", f"{_ONE} --tls --only boto3"),
+    "end_to_end": Part("end_to_end", "--rounds 3 --layers 14", _ONE),
+    "peers": Part("peers", "--rounds 3 --layers 4", f"{_ONE} --only Run:ai boto3"),
+    "peers_tls": Part("peers", "--tls --rounds 3 --layers 4", f"{_ONE} --tls --only boto3"),
     "sharing": Part(
         "sharing",
-        "--rounds 3 --layers 2 --stores s3like --runai-sizes 1 2 4 8 "
+        "--rounds 2 --layers 2 --stores s3like --runai-sizes 1 2 4 8 "
         "--only share=off Run:ai 'Run:ai, limited' 'Run:ai, distributed'",
         f"{_ONE} --stores s3like --sizes 2 --only share=off",
     ),
     "memory": Part("memory", "", "--largest-mib 32 --only 'in place' '2 ranks that share'"),
-    "scale": Part("scale", "--rounds 3", "--rounds 1 --tensors 1000 4000 --mib 16 64"),
-    "predict": Part("predict", "--rounds 3", "--quick --rounds 1"),
-    "faults": Part("faults", "--rounds 5", _ONE),
+    "scale": Part("scale", "--rounds 2", "--rounds 1 --tensors 1000 4000 --mib 16 64"),
+    "predict": Part("predict", "--rounds 2", "--quick --rounds 1"),
+    "faults": Part("faults", "--rounds 3", _ONE),
     "header_read": Part("header_read"),
-    "trace_cost": Part("trace_cost", "--rounds 3", "--rounds 1 --layers 4", needs_vllm=True),
+    "trace_cost": Part("trace_cost", "--rounds 2", "--rounds 1 --layers 4", needs_vllm=True),
     "engine": Part("engine", "--rounds 3", f"{_ONE} --only 'default, from disk'", needs_vllm=True),
 }
 
