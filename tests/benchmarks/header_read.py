@@ -12,9 +12,10 @@ import argparse
 import json
 import math
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.rig import environment, llama_config, llama_shapes, save
+from tests.benchmarks.rig import RESULTS, environment, llama_config, llama_shapes, save
 
 FIRST_BYTE_SECONDS = 0.030
 BYTES_PER_SECOND = 90e6
@@ -159,9 +160,11 @@ def run() -> dict[str, Any]:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the raw results")
+    options = parser.parse_args()
     document = run()
-    path = save("header_read", document)
+    path = save("header_read", document, options.results)
     for name, found in document["headers"].items():
         print(f"{name}: {found['files']} files, headers {found['smallest']} to {found['largest']} bytes")
     print("\n| first read, KiB | checkpoints in one read | mean ms |\n| --- | --- | --- |")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,13 @@ def ratio(rounds: Sequence[Mapping[str, Mapping[str, Any]]], row: str, other: st
 def spread(found: Mapping[str, float]) -> str:
     """Write a `ratio` for a table."""
     return f"{found['median']:.2f} ({found['min']:.2f}-{found['max']:.2f})"
+
+
+def growth_exponent(points: Iterable[tuple[float, float]]) -> float:
+    """Fit ``y = c * x ** exponent`` to `points`, all positive, by least squares of the logarithms."""
+    logarithms = [(math.log(x), math.log(y)) for x, y in points]
+    x, y = (statistics.fmean(column) for column in zip(*logarithms, strict=True))
+    return round(sum((a - x) * (b - y) for a, b in logarithms) / sum((a - x) ** 2 for a, _ in logarithms), 3)
 
 
 def environment(*packages: str) -> dict[str, Any]:

@@ -22,30 +22,14 @@ highest resident size was beyond that before the load. It counts shared memory o
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
 import tempfile
-import threading
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tests.benchmarks import runai
-from tests.benchmarks.processes import (
-    MEASURED,
-    READY,
-    STORES,
-    Row,
-    Served,
-    emit,
-    measure,
-    object_server,
-    pin,
-    require,
-    store_options,
-)
+from tests.benchmarks.processes import STORES, object_server, require, store_options
+from tests.benchmarks.ranks import BASE, ROWS, SMALL, run_ranks
 from tests.benchmarks.rig import (
     GIB,
     RESULTS,
@@ -60,189 +44,17 @@ from tests.benchmarks.rig import (
 
 MIB = 1 << 20
 LAYERS = 16  # 2.1 GiB
-SMALL = llama_config(layers=1, hidden=256, wide=256, heads=8, kv_heads=8, vocabulary=256)
-MODULE, BASE = "tests.benchmarks.sharing", "share=auto"
 BUFFER_BYTES = 512 * MIB
-_SAMPLE_SECONDS = 0.01
-_GLOO_SECONDS = 120
-
-
-@dataclass(frozen=True)
-class Way:
-    """One row: how the ranks load.
-
-    Attributes:
-        share: the option, for s3stream; empty for Run:ai.
-        is_distributed, is_limited: for Run:ai.
-    """
-
-    share: str = ""
-    is_distributed: bool = False
-    is_limited: bool = False
-
-    def environ(self, ranks: int) -> dict[str, str]:
-        if self.share:
-            return {}
-        found = {"RUNAI_STREAMER_DIST": "1"} if self.is_distributed else {}
-        if self.is_limited:
-            limit = BUFFER_BYTES if self.is_distributed else BUFFER_BYTES // ranks
-            found["RUNAI_STREAMER_MEMORY_LIMIT"] = str(limit)
-        return found
-
-
-ROWS = {
-    BASE: Way(share="auto"),
-    "share=off": Way(share="off"),
-    "Run:ai": Way(),
-    "Run:ai, limited": Way(is_limited=True),
-    "Run:ai, distributed": Way(is_distributed=True),
-    "Run:ai, distributed, limited": Way(is_distributed=True, is_limited=True),
-}
 
 
 def sized_config(layers: int) -> dict[str, Any]:
     return llama_config(layers=layers, hidden=2048, wide=8192, heads=16, kv_heads=8, vocabulary=16000)
 
 
-def rank_row(row: str, arguments: dict[str, Any]) -> None:
-    """Measure one rank's load."""
-    from datetime import timedelta
-
-    import torch
-    import torch.distributed as dist
-
-    from streamer.reference.parallel import Parallel
-    from tests.benchmarks.models import build, check
-
-    # Imports may take every processor; threads made from here on inherit this.
-    pin(1)()
-    torch.set_num_threads(1)
-    rank, size, way = arguments["rank"], arguments["size"], ROWS[row]
-    dist.init_process_group(
-        "gloo",
-        init_method=arguments["rendezvous"],
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=_GLOO_SECONDS),
-    )
-    parallel = Parallel(rank, size, dist.group.WORLD)
-    model, facts, clock = build(arguments["config"], parallel), {}, {}
-    _load(build(SMALL, parallel), "s3://bench/small", way, arguments)
-
-    def work() -> int:
-        clock["began"] = time.perf_counter()
-        facts.update(_load(model, "s3://bench/large", way, arguments))
-        clock["ended"] = time.perf_counter()
-        return int(facts["nbytes"])
-
-    sample = measure(work, meet=dist.barrier)
-    check(model, Path(arguments["file"]), parallel)
-    dist.barrier()
-    dist.destroy_process_group()
-    emit(sample, **clock, **facts)
-
-
-def _load(model: Any, url: str, way: Way, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    import torch.distributed as dist
-
-    import streamer
-
-    size = arguments["size"]
-    if not way.share:
-        return {"nbytes": runai.load(model, url, is_distributed=way.is_distributed)}
-    options = {"endpoint_url": arguments["endpoint"], "share": way.share, "buffer_bytes": BUFFER_BYTES}
-    report = streamer.load(model, url, options, group=dist.group.WORLD)
-    together = report.sharing.ranks if report.sharing else 1
-    if together != (size if way.share == "auto" else 1):
-        raise RuntimeError(f"{together} of {size} ranks shared under share={way.share}")
-    arena = report.sharing.arena_bytes if report.sharing else 0
-    return {"nbytes": report.fetched_bytes, "arena_bytes": arena, "peak_buffer_bytes": report.peak_buffer_bytes}
-
-
-class Node:
-    """Samples the memory of some processes together, while it is entered."""
-
-    def __init__(self, pids: Sequence[int]) -> None:
-        self._pids = pids
-        self._ending = threading.Event()
-        self._thread = threading.Thread(target=self._sample, daemon=True)
-        self._before = self._peak = self._now()
-        self._samples = 0
-
-    def __enter__(self) -> Node:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ending.set()
-        self._thread.join()
-
-    def finish(self) -> dict[str, int]:
-        """End and return the highest sample, less that at the beginning."""
-        self._ending.set()
-        self._thread.join()
-        return {"peak_node_bytes": self._peak - self._before, "samples": self._samples}
-
-    def _sample(self) -> None:
-        while not self._ending.wait(_SAMPLE_SECONDS):
-            self._peak = max(self._peak, self._now())
-            self._samples += 1
-
-    def _now(self) -> int:
-        return sum(map(_proportional_bytes, self._pids))
-
-
-def _proportional_bytes(pid: int) -> int:
-    """A process's Pss: each page divided by how many processes map it (man 5 proc_pid_smaps).
-
-    Pages of files are left out: how many other programs use the same libraries changes all the time.
-    """
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    found = dict(line.split()[:2] for line in lines[1:])
-    return (int(found["Pss_Anon:"]) + int(found["Pss_Shmem:"])) << 10  # Linux 5.9 and later
-
-
-def run_ranks(
-    row: str, size: int, arguments: Mapping[str, Any], server: Served, *, samples_memory: bool = False
-) -> dict[str, Any]:
-    """Start the ranks of one row, have them load together, and put together what they say."""
-    environ = {
-        **ROWS[row].environ(size),
-        "AWS_ENDPOINT_URL": server.endpoint,
-        "RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING": "0",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-    with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="s3stream-bench-"))
-        common = {**arguments, "endpoint": server.endpoint, "size": size, "rendezvous": f"file://{folder}/rendezvous"}
-        ranks = [
-            stack.enter_context(Row(MODULE, row, {**common, "rank": rank}, environ=environ, preexec=pin(0)))
-            for rank in range(size)
-        ]
-        try:
-            for one in ranks:
-                one.wait_until(READY)
-            server.counted()
-            node = stack.enter_context(Node([one.process.pid for one in ranks])) if samples_memory else None
-            for one in ranks:
-                one.go_on()
-            for one in ranks:
-                one.wait_until(MEASURED)
-            memory, counted = node.finish() if node else {}, server.counted()
-            for one in ranks:
-                one.go_on()
-            found = [one.result() for one in ranks]
-        except RuntimeError as error:  # of one rank, perhaps only because another has failed
-            raise RuntimeError("\n".join(str(one.failure()) for one in ranks if one.process.poll())) from error
-    return {
-        "wall_seconds": max(one["ended"] for one in found) - min(one["began"] for one in found),
-        "cpu_seconds": sum(one["cpu_seconds"] for one in found),
-        "peak_resident_bytes": sum(one["peak_extra_bytes"] for one in found),
-        "arena_bytes": found[0].get("arena_bytes", 0),
-        **counted,
-        "served_ratio": counted["served_bytes"] / arguments["file_bytes"],
-        **memory,
-    }
+def is_of(row: str, size: int, runai_sizes: Sequence[int]) -> bool:
+    """Whether `row` is measured with `size` ranks: there is nothing to distribute over one."""
+    way = ROWS[row]
+    return bool(way.share) or (size in runai_sizes and (size > 1 or not way.is_distributed))
 
 
 def run(
@@ -260,11 +72,16 @@ def run(
         write_checkpoint(root / "bench" / "large", config)
         write_checkpoint(root / "bench" / "small", SMALL)
         file = root / "bench" / "large" / "model.safetensors"
-        arguments = {"config": config, "file": str(file), "file_bytes": file.stat().st_size}
+        arguments = {
+            "config": config,
+            "file": str(file),
+            "file_bytes": file.stat().st_size,
+            "buffer_bytes": BUFFER_BYTES,
+        }
         for store in stores:
             with object_server(root, *store_options(store)) as server:
                 for size in sizes:
-                    chosen = [row for row in rows if ROWS[row].share or size in runai_sizes]
+                    chosen = [row for row in rows if is_of(row, size, runai_sizes)]
                     results = []
                     for number in range(rounds):
                         order = chosen if number % 2 == 0 else chosen[::-1]
@@ -312,16 +129,9 @@ def main() -> None:
         "--only", nargs="+", choices=list(ROWS), default=list(ROWS), metavar="ROW", help="; ".join(ROWS)
     )
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the raw results")
-    parser.add_argument("--row", choices=list(ROWS), help=argparse.SUPPRESS)
-    parser.add_argument("--arguments", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.row:
-        rank_row(options.row, options.arguments)
-        return
     rows = [row for row in ROWS if row == BASE or row in options.only]
     if any(not ROWS[row].share for row in rows):
-        if min(options.runai_sizes) < 2:
-            parser.error("--runai-sizes: there is nothing to distribute over one rank")
         require(runai.PACKAGES, "Run:ai's rows")
     document = run(
         rows,

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.benchmarks import peers, sharing
+from tests.benchmarks import peers
 from tests.benchmarks.end_to_end import ROWS
+from tests.benchmarks.node_memory import Node
 from tests.benchmarks.processes import ROOT
-from tests.benchmarks.rig import RESULTS
 
 
 def test_end_to_end_at_a_small_size(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_memory_that_processes_share_is_counted_once() -> None:
     ]
     try:
         assert [holder.stdout and holder.stdout.readline() for holder in holders] == ["ready\n"] * 2
-        with sharing.Node([holder.pid for holder in holders]) as node:
+        with Node([holder.pid for holder in holders]) as node:
             for holder in holders:
                 assert holder.stdin
                 holder.stdin.write("\n")
@@ -130,83 +130,3 @@ def test_memory_that_processes_share_is_counted_once() -> None:
             holder.kill()
             holder.communicate()
     assert 96 << 20 <= extra < 100 << 20
-
-
-def test_readme_quotes_the_raw_results() -> None:
-    readme = (ROOT / "README.md").read_text()
-    speed = json.loads((RESULTS / "end_to_end.json").read_text())
-    for row in ROWS:
-        cpu = speed["median_cpu_seconds_per_gib"][row]
-        ratio = speed["cpu_ratio_to_aiobotocore_read"][row]["median"]
-        bare = speed["cpu_ratio_to_bare_protocol"][row]["median"]
-        assert f"| {row} | {cpu:.2f} | {bare:.2f} | {ratio:.2f} | {speed['median_wall_seconds'][row]:.2f} |" in readme
-    memory = json.loads((RESULTS / "memory.json").read_text())
-    for row, found in memory["rows"].items():
-        assert f"| {row} | {found['peak_extra_bytes'] / (1 << 20):.0f} |" in readme
-
-
-def test_readme_quotes_what_sharing_came_to() -> None:
-    readme = (ROOT / "README.md").read_text()
-    (found,) = json.loads((RESULTS / "sharing.json").read_text())["settings"].values()
-    for row, wall in found["median_wall_seconds"].items():
-        ratio, cpu = found["wall_ratio_to_share_auto"][row]["median"], found["median_cpu_seconds"][row]
-        served, memory = found["median_served_ratio"][row], found["peak_node_mib"][row]
-        assert f"| {row} | {wall:.2f} | {ratio:.2f} | {cpu:.2f} | {served:.3f} | {memory} |" in readme
-
-
-def test_readme_quotes_the_peers() -> None:
-    readme = (ROOT / "README.md").read_text()
-    plain, tls = (json.loads((RESULTS / f"{name}.json").read_text()) for name in ("peers", "peers_tls"))
-    for row, cpu in plain["median_cpu_seconds_per_gib"].items():
-        quoted = f"| {row} | {cpu:.2f} | {plain['cpu_ratio_to_s3stream'][row]['median']:.2f} | "
-        if row in tls["median_cpu_seconds_per_gib"]:
-            ratio = tls["cpu_ratio_to_s3stream"][row]["median"]
-            quoted += f"{tls['median_cpu_seconds_per_gib'][row]:.2f} | {ratio:.2f}"
-        assert quoted in readme
-
-
-def test_readme_quotes_what_tracing_costs() -> None:
-    readme = (ROOT / "README.md").read_text()
-    found = json.loads((RESULTS / "trace_cost.json").read_text())
-    for size in found["sizes"]:
-        each, more = size["median_microseconds_per_tensor"], size["added_to_plain"]
-        columns = [size["tensors"], size["files"]]
-        for setting in ("plan", "load"):
-            columns += [each[f"{setting}: plain"], f"{more[f'{setting}: traced']['median']:.2f}"]
-        columns.append(size["headers_trace_and_plan_cpu_seconds"]["median"])
-        assert f"| {' | '.join(map(str, columns))} |" in readme
-    exponents = found["growth_exponents"]
-    assert f"exponents are {exponents['plan: traced']} and {exponents['load: traced']}" in readme
-
-
-def test_readme_quotes_what_faults_cost() -> None:
-    text = " ".join((ROOT / "README.md").read_text().split())
-    found = json.loads((RESULTS / "faults.json").read_text())
-    wall = found["median_wall_seconds"]
-    assert f"A load of {found['checkpoint_bytes'] / 1e6:.0f} MB from a store that breaks a tenth" in text
-    assert f"takes {found['wall_ratio']['median']:.1f} times as long" in text
-    assert f"({wall['with faults']:.2f} s beside {wall['in good health']:.2f} s" in text
-
-
-def test_readme_quotes_the_census() -> None:
-    lines = (ROOT / "tests" / "vllm" / "results" / "census.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
-    loaded = {row["case"] for row in rows if row["equal"] is not None}
-    left_out = {row["case"] for row in rows if row["equal"] is None}
-    assert all(row["equal"] for row in rows if row["case"] in loaded)
-    assert len(rows) == 2 * len(loaded) + len(left_out)
-    assert all(row["reason"] for row in rows if row["case"] in left_out)
-    readme = (ROOT / "README.md").read_text()
-    assert f"Of [{len(loaded) + len(left_out)} checkpoints]" in readme
-    assert f"{len(loaded)} end with every parameter" in readme
-    assert f"the other {len(left_out)} are those" in readme
-
-
-def test_readme_quotes_the_fault_matrix() -> None:
-    lines = (ROOT / "tests" / "faults" / "results" / "matrix.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
-    exact = sum(row["outcome"] == "exact" for row in rows)
-    assert all(row["outcome"] == "exact" or row["outcome"].endswith("Error") for row in rows)
-    text = " ".join((ROOT / "README.md").read_text().split())
-    assert f"of {len({row['fault'] for row in rows})} faults by position" in text
-    assert f"has {len(rows)} cells: {exact} loads were exact" in text

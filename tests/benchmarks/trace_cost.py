@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import gc
 import json
-import math
 import os
 import statistics
 import subprocess
@@ -44,7 +43,7 @@ from streamer.trace.barrier import tracing
 from streamer.trace.storages import ModelStorages
 from streamer.trace.tracer import Tracer
 from tests.benchmarks.processes import ROOT
-from tests.benchmarks.rig import RESULTS, environment, save
+from tests.benchmarks.rig import RESULTS, environment, growth_exponent, save
 from tests.sparse import DEEPSEEK_V3, deepseek_v3, write_sparse
 
 LAYOUT, RANK = ParallelLayout(tensor=8), 3
@@ -229,13 +228,10 @@ def summary(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def exponent(sizes: Sequence[Mapping[str, Any]], label: str) -> float:
-    """Fit ``seconds = c * tensors ** exponent`` to the medians, by least squares of the logarithms."""
-    points = [
-        (math.log(size["tensors"]), math.log(size["tensors"] * size["median_microseconds_per_tensor"][label]))
-        for size in sizes
-    ]
-    x, y = (statistics.fmean(column) for column in zip(*points, strict=True))
-    return round(sum((a - x) * (b - y) for a, b in points) / sum((a - x) ** 2 for a, _ in points), 3)
+    """Fit ``seconds = c * tensors ** exponent`` to the medians."""
+    return growth_exponent(
+        (size["tensors"], size["tensors"] * size["median_microseconds_per_tensor"][label]) for size in sizes
+    )
 
 
 def growth(sizes: Sequence[Mapping[str, Any]]) -> dict[str, float]:

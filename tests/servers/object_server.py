@@ -28,6 +28,7 @@ from xml.sax.saxutils import escape
 
 from tests.servers.checksums import KeptChecksum, attributes_response
 from tests.servers.command import answer
+from tests.servers.link import Link
 from tests.servers.messages import REASONS, Fault, Request, Response, Stored, error_response, parse_request
 
 __all__ = ["Counters", "Fault", "ObjectServer", "Request", "Response", "Stored", "error_response"]
@@ -51,6 +52,7 @@ class ObjectServer:
     Args:
         root: folder of buckets; more can be `put` from memory.
         first_byte_seconds, bytes_per_second: of every GET, per connection.
+        link_bytes_per_second: of all connections together.
         require_signature: refuse requests without an Authorization header or signed query.
         tls: server context; then the URL is https. It may be exchanged later, for new connections.
 
@@ -68,6 +70,7 @@ class ObjectServer:
         port: int = 0,
         first_byte_seconds: float = 0.0,
         bytes_per_second: float | None = None,
+        link_bytes_per_second: float | None = None,
         require_signature: bool = False,
         tls: ssl.SSLContext | None = None,
     ) -> None:
@@ -80,6 +83,7 @@ class ObjectServer:
         self._versions: dict[str, Stored] = {}
         self._first_byte_seconds = first_byte_seconds
         self._bytes_per_second = bytes_per_second
+        self._link = Link(link_bytes_per_second) if link_bytes_per_second else None
         self._require_signature = require_signature
         self.tls = tls
         self.accept_seconds = 0.0
@@ -255,8 +259,11 @@ class ObjectServer:
         ]
         count = min([response.count, *limits])
         rate = response.bytes_per_second or self._bytes_per_second
-        for start, size in _portions(response.start, count, rate):
+        rates = [each for each in (rate, self._link and self._link.bytes_per_second) if each]
+        for start, size in _portions(response.start, count, min(rates, default=None)):
             began = time.monotonic()
+            if self._link:
+                self._link.wait(size)
             self._send_range(stream, response.body, start, size)
             with self._lock:
                 self.counters.body_bytes += size
@@ -385,6 +392,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--first-byte-seconds", type=float, default=0.0)
     parser.add_argument("--bytes-per-second", type=float, default=None)
+    parser.add_argument("--link-bytes-per-second", type=float, default=None)
     parser.add_argument("--tls-certificate", type=Path, default=None)
     options = parser.parse_args()
     tls = None
@@ -396,6 +404,7 @@ def main() -> None:
         port=options.port,
         first_byte_seconds=options.first_byte_seconds,
         bytes_per_second=options.bytes_per_second,
+        link_bytes_per_second=options.link_bytes_per_second,
         tls=tls,
     )
     answer(server)
