@@ -54,7 +54,7 @@ variable "log_bucket" {
 }
 
 variable "stored_checksums" {
-  description = "Whether the reader may read the checksums that S3 keeps, which integrity=checksums needs."
+  description = "Whether the reader may read the checksums of parts, which integrity=checksums needs for files that were uploaded in parts."
   type        = bool
   default     = false
 }

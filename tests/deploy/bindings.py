@@ -1,7 +1,7 @@
 """Terraform provider schemas, rebuilt from the language bindings that are generated from them.
 
-The providers themselves come from one registry only, and weigh half a gigabyte. Their bindings for Python lie on package
-indexes and say everything that a schema says: per attribute, in a comment, whether it is computed, optional or
+The providers themselves come from one registry only, and weigh half a gigabyte. Their bindings for Python lie on
+package indexes and say everything that a schema says: per attribute, in a comment, whether it is computed, optional or
 required; per class, in the table from which it is written out, its type and whether it is a block. This module reads
 those of the types it is asked for and returns what ``terraform providers schema -json`` would print of them.
 

@@ -1,6 +1,6 @@
 """A Terraform provider that knows its schema and nothing else, so that ``validate`` and mocked tests run offline.
 
-``python -m tests.deploy.schema_provider SCHEMA.json`` speaks the plugin protocol, version 6, as Terraform expects of the
+``python -m tests.deploy.schema_provider SCHEMA.json`` speaks the plugin protocol, version 6, as Terraform expects of
 programs that it starts (https://github.com/hashicorp/go-plugin/blob/main/docs/internals.md): a line on stdout says
 where it listens, and with which certificate. Every check that is made by a provider's own code passes here: of values
 that it allows, of arguments that exclude each other, of plans.
@@ -117,8 +117,10 @@ def _certificate() -> tuple[bytes, bytes, bytes]:
     private = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
-    return private, certificate.public_bytes(serialization.Encoding.PEM), certificate.public_bytes(
-        serialization.Encoding.DER
+    return (
+        private,
+        certificate.public_bytes(serialization.Encoding.PEM),
+        certificate.public_bytes(serialization.Encoding.DER),
     )
 
 

@@ -17,7 +17,9 @@ __all__ = ["MODULES", "ROOT", "Terraform", "types_used"]
 
 ROOT = Path(__file__).parent.parent.parent
 #: What ``validate`` is run in, relative to ``terraform/``: modules, and the examples that use them.
-MODULES = tuple(sorted(str(path.parent.relative_to(ROOT / "terraform")) for path in ROOT.glob("terraform/**/versions.tf")))
+MODULES = tuple(
+    sorted(str(path.parent.relative_to(ROOT / "terraform")) for path in ROOT.glob("terraform/**/versions.tf"))
+)
 
 _BINDINGS = {"aws": "cdktn_provider_aws-*.whl", "google": "cdktn_provider_google-*.whl"}
 _USED = re.compile(r'^\s*(resource|data|mock_resource|mock_data)\s+"((?:aws|google)_[a-z0-9_]+)"', re.MULTILINE)
@@ -88,7 +90,7 @@ class Terraform:
         environment = {
             name: value for name, value in os.environ.items() if not name.startswith(("TF_", "AWS_", "GOOGLE_"))
         }
-        environment |= {"TF_CLI_CONFIG_FILE": str(self.configuration), "CHECKPOINT_DISABLE": "1", "TF_IN_AUTOMATION": "1"}
+        environment |= {"TF_CLI_CONFIG_FILE": str(self.configuration), "TF_IN_AUTOMATION": "1"}
         return subprocess.run(
             [self.binary, *arguments, "-no-color"] if arguments[0] != "fmt" else [self.binary, *arguments],
             cwd=folder,

@@ -41,7 +41,7 @@ variable "pin_versions" {
 }
 
 variable "stored_checksums" {
-  description = "Whether the checksums that S3 keeps may be read, which integrity=checksums and `s3stream verify` need."
+  description = "Whether the checksums of parts may be read, which integrity=checksums and `s3stream verify` need for files that were uploaded in parts."
   type        = bool
   default     = false
 }

@@ -50,7 +50,12 @@ def test_variables_and_outputs_are_described(terraform: Terraform, module: str) 
 MISTAKES = {
     "misspelt argument": ("aws", r"block_public_policy ", "block_public_polcy ", 'Did you mean "block_public_policy"?'),
     "missing argument": ("aws", r"  namespace .*each.*\n", "", '"namespace" is required'),
-    "missing block": ("aws", r"  versioning_configuration \{[^}]*\}\n", "", "At least 1 \"versioning_configuration\" blocks"),
+    "missing block": (
+        "aws",
+        r"  versioning_configuration \{[^}]*\}\n",
+        "",
+        'At least 1 "versioning_configuration" blocks',
+    ),
     "second block": ("gcp", r"(  versioning \{[^}]*\}\n)", r"\1\1", 'No more than 1 "versioning" blocks are allowed'),
     "unknown block": ("gcp", r"  versioning \{", "  versionings {", 'Blocks of type "versionings" are not expected'),
     "unknown attribute": ("aws", r"current\.region", "current.regoin", 'exported attribute named "regoin"'),
@@ -61,7 +66,12 @@ FLAWS = {
     "no versions": ("aws", 'status = "Enabled" # what', 'status = "Suspended" # what', "pin=version needs versioning."),
     "any issuer": ("aws", r"Federated = one\.oidc_provider_arn", 'Federated = "*"', "must trust one OIDC provider."),
     "any audience": ("aws", 'aud" = "sts.amazonaws.com"', 'aud" = "*"', "one service account, by sub and aud."),
-    "any prefix": ("modules/reader-policy", r"prefix\}/\*\"\] \}", 'prefix}*"] }', "Listing must be limited to the folder"),
+    "any prefix": (
+        "modules/reader-policy",
+        r"prefix\}/\*\"\] \}",
+        'prefix}*"] }',
+        "Listing must be limited to the folder",
+    ),
 }
 
 
@@ -110,5 +120,9 @@ def test_golden_policies_are_what_terraform_makes(terraform: Terraform, name: st
 
 def test_tree_has_no_state_or_lock() -> None:
     """A lock file made with providers that are schemas only would be wrong for everybody else."""
-    found = [path for path in (ROOT / "terraform").rglob("*") if path.name == ".terraform.lock.hcl" or ".tfstate" in path.name]
+    found = [
+        path
+        for path in (ROOT / "terraform").rglob("*")
+        if path.name == ".terraform.lock.hcl" or ".tfstate" in path.name
+    ]
     assert not found
