@@ -59,9 +59,9 @@ class KServe:
             return None
         tables = {}
         for node in ast.walk(ast.parse(self._sources[module])):
-            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-                if node.targets[0].id in {"openapi_types", "attribute_map"}:
-                    tables[node.targets[0].id] = ast.literal_eval(node.value)
+            name = node.targets[0] if isinstance(node, ast.Assign) else None
+            if isinstance(name, ast.Name) and name.id in {"openapi_types", "attribute_map"}:
+                tables[name.id] = ast.literal_eval(node.value)
         return {spelt: tables["openapi_types"][field] for field, spelt in tables["attribute_map"].items()}
 
     def _check(self, value: Any, kind: str, path: str) -> list[str]:

@@ -93,9 +93,9 @@ def _container(container: dict[str, Any], volumes: dict[str, Any], settings: dic
         for variable in re.findall(r"\$\((\w+)\)", text):
             if variable not in variables:
                 yield f"$({variable}) is not set, and would be passed on as it is"
-    if "HOME" not in variables and container.get("securityContext", {}).get("readOnlyRootFilesystem"):
-        if any(name in image for name in ("vllm", "sglang", "fetch")):
-            yield "without HOME, Python would write to a folder that is read-only"
+    read_only = container.get("securityContext", {}).get("readOnlyRootFilesystem")
+    if read_only and "HOME" not in variables and any(name in image for name in ("vllm", "sglang", "fetch")):
+        yield "without HOME, Python would write to a folder that is read-only"
     yield from _resources(container, volumes, variables)
 
 
@@ -204,7 +204,9 @@ def _network(document: dict[str, Any], pods: list[dict[str, Any]]) -> Iterator[s
         for rule in spec.get("egress", ()):
             for peer in rule.get("to", ()):
                 if "podSelector" in peer:
-                    yield from _reaches(name, peer["podSelector"]["matchLabels"], pods, [p["port"] for p in rule["ports"]])
+                    yield from _reaches(
+                        name, peer["podSelector"]["matchLabels"], pods, [p["port"] for p in rule["ports"]]
+                    )
     else:
         return
     yield from _reaches(name, selector, pods, ports)
@@ -227,4 +229,3 @@ def _amount(text: str) -> Decimal:
     if found is None:
         raise ValueError(f"{text!r} is not understood here as a quantity")
     return Decimal(found[1]) / 1000 if found[2] == "m" else Decimal(found[1]) * 2 ** _UNITS[found[2]]
-

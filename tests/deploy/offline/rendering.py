@@ -24,7 +24,11 @@ def render(kubectl: str, tree: Path, overlay: str) -> list[dict[str, Any]]:
         tree: a folder like ``examples/kubernetes``.
     """
     done = subprocess.run(
-        [kubectl, "kustomize", str(tree / "overlays" / overlay)], capture_output=True, text=True, check=False, timeout=60
+        [kubectl, "kustomize", str(tree / "overlays" / overlay)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
     )
     assert done.returncode == 0, done.stderr
     return list(yaml.safe_load_all(done.stdout))

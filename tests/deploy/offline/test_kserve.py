@@ -73,7 +73,11 @@ def misspell(wrong: str, right: str, *keys: Any) -> Callable[[dict[str, Any]], N
 @pytest.mark.parametrize(
     ("name", "change", "said"),
     [
-        ("clusterstoragecontainer", misspell("supportedURIFormats", "supportedUriFormats", "spec"), "supportedURIFormats"),
+        (
+            "clusterstoragecontainer",
+            misspell("supportedURIFormats", "supportedUriFormats", "spec"),
+            "supportedURIFormats",
+        ),
         ("clusterstoragecontainer", misspell("imge", "image", "spec", "container"), "imge"),
         ("clusterstoragecontainer", misspell("workLoadType", "workloadType", "spec"), "workLoadType"),
         ("clusterstoragecontainer", misspell("lables", "name", "metadata"), "lables"),
@@ -83,9 +87,7 @@ def misspell(wrong: str, right: str, *keys: Any) -> Callable[[dict[str, Any]], N
         ("servingruntime", misspell("emptydir", "emptyDir", "spec", "volumes", 0), "emptydir"),
     ],
 )
-def test_mistakes_are_found(
-    name: str, change: Callable[[dict[str, Any]], None], said: str, kserve: KServe
-) -> None:
+def test_mistakes_are_found(name: str, change: Callable[[dict[str, Any]], None], said: str, kserve: KServe) -> None:
     document = copy.deepcopy(read(name))
     change(document)
     problems = kserve.problems(document)

@@ -149,9 +149,7 @@ MISTAKES: dict[str, tuple[Callable[[Documents], Any], str]] = {
     "hand-over elsewhere": (lambda d: init(d)["args"].__setitem__(2, "/tmp/model"), "does not mount tmp"),
     "fetched for nothing": (lambda d: engine(d)["args"].__setitem__(0, "$(MODEL_URL)"), "does not use"),
     "volumes above the limit": (
-        lambda d: [
-            engine(d)["resources"][key].update({"ephemeral-storage": "1Gi"}) for key in ("requests", "limits")
-        ],
+        lambda d: [engine(d)["resources"][key].update({"ephemeral-storage": "1Gi"}) for key in ("requests", "limits")],
         "volumes on disk",
     ),
     "no config": (lambda d: d.remove(find(d, "ConfigMap", "s3stream")), "there is no ConfigMap"),
