@@ -1,29 +1,22 @@
 """A Terraform provider that knows its schema and nothing else, so that ``validate`` and mocked tests run offline.
 
-``python -m tests.deploy.schema_provider SCHEMA.json`` speaks the plugin protocol, version 6, as Terraform expects of
-programs that it starts (https://github.com/hashicorp/go-plugin/blob/main/docs/internals.md): a line on stdout says
-where it listens, and with which certificate. Every check that is made by a provider's own code passes here: of values
-that it allows, of arguments that exclude each other, of plans.
+``python -m tests.deploy.schema_provider SCHEMA.json FOLDER`` speaks the plugin protocol, version 6, at a socket to
+which Terraform is sent by TF_REATTACH_PROVIDERS, as for debugging a provider
+(https://developer.hashicorp.com/terraform/plugin/debugging): one process serves all commands, and nothing is installed.
+Every check that is made by a provider's own code passes here: of values that it allows, of arguments that exclude each
+other, of plans.
 """
 
 from __future__ import annotations
 
-import base64
-import datetime
 import json
 import sys
-import tempfile
-import threading
-from collections.abc import Iterator
 from concurrent import futures
 from pathlib import Path
 from typing import Any
 
 import grpc
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from tf.gen import grpc_controller_pb2, grpc_controller_pb2_grpc, grpc_stdio_pb2_grpc, tfplugin_pb2, tfplugin_pb2_grpc
+from tf.gen import tfplugin_pb2, tfplugin_pb2_grpc
 
 __all__ = ["main"]
 
@@ -97,60 +90,16 @@ class _Provider(tfplugin_pb2_grpc.ProviderServicer):  # type: ignore[misc]  # th
         return tfplugin_pb2.StopProvider.Response()
 
 
-def _certificate() -> tuple[bytes, bytes, bytes]:
-    """Return the key and the certificate as PEM, and the latter as DER too."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
-    now = datetime.datetime.now(datetime.UTC)
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(minutes=5))
-        .not_valid_after(now + datetime.timedelta(hours=1))
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
-        .sign(key, hashes.SHA256())
-    )
-    private = key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
-    return (
-        private,
-        certificate.public_bytes(serialization.Encoding.PEM),
-        certificate.public_bytes(serialization.Encoding.DER),
-    )
-
-
-def main(schema: Path) -> None:
-    """Serve until Terraform says to stop."""
-    done = threading.Event()
-
-    class Controller(grpc_controller_pb2_grpc.GRPCControllerServicer):  # type: ignore[misc]
-        def Shutdown(self, request: Any, context: Any) -> Any:
-            done.set()
-            return grpc_controller_pb2.Empty()
-
-    class Output(grpc_stdio_pb2_grpc.GRPCStdioServicer):  # type: ignore[misc]
-        def StreamStdio(self, request: Any, context: Any) -> Iterator[Any]:
-            done.wait()  # Terraform takes the end of this stream for the end of the provider
-            return iter(())
-
+def main(schema: Path, folder: Path) -> None:
+    """Serve at a socket in `folder`, and say there that it does, until it is terminated."""
     server = grpc.server(futures.ThreadPoolExecutor(8), options=_NO_LIMIT)
     tfplugin_pb2_grpc.add_ProviderServicer_to_server(_Provider(json.loads(schema.read_text())), server)
-    grpc_controller_pb2_grpc.add_GRPCControllerServicer_to_server(Controller(), server)
-    grpc_stdio_pb2_grpc.add_GRPCStdioServicer_to_server(Output(), server)
-    key, certificate, der = _certificate()
-    with tempfile.TemporaryDirectory() as folder:
-        address = f"{folder}/socket"
-        server.add_secure_port(f"unix://{address}", grpc.ssl_server_credentials([(key, certificate)]))
-        server.start()
-        print("1", "6", "unix", address, "grpc", base64.b64encode(der).decode().rstrip("="), sep="|", flush=True)
-        done.wait()
-        server.stop(grace=0.2)
+    address = folder / "socket"
+    server.add_insecure_port(f"unix://{address}")
+    server.start()
+    print(address, flush=True)
+    server.wait_for_termination()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -8,8 +8,12 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.deploy.bindings import read_schema
 
@@ -36,19 +40,21 @@ def types_used(folder: Path) -> set[str]:
 
 @dataclass(frozen=True, slots=True)
 class Terraform:
-    """Terraform, configured for providers that `prepare` made.
+    """Terraform, with providers that `start` started.
 
     Attributes:
+        providers: where they listen, as Terraform wants to be told.
         tree: a copy of ``terraform/``, so that nothing is written into the working tree.
     """
 
     binary: str
-    configuration: Path
+    providers: str
     tree: Path
 
     @classmethod
-    def prepare(cls, binary: str, wheels: Path, folder: Path) -> Terraform:
-        """Make providers of the bindings in `wheels`, for what the modules use, and copy the modules; all in `folder`.
+    @contextmanager
+    def start(cls, binary: str, wheels: Path, folder: Path) -> Iterator[Terraform]:
+        """Copy the modules, and run providers of the bindings in `wheels`, for what the modules use; all in `folder`.
 
         Raises:
             ValueError: the modules use something that the bindings do not have, or not as it is understood.
@@ -57,27 +63,17 @@ class Terraform:
         tree = folder / "terraform"
         shutil.copytree(ROOT / "terraform", tree, ignore=shutil.ignore_patterns(".terraform*", "*.tfstate*"))
         used = types_used(tree)
-        overrides = []
-        for provider, pattern in _BINDINGS.items():
-            wheel = next(wheels.glob(pattern), None)
-            if wheel is None:
-                raise FileNotFoundError(f"there is no {pattern} in {wheels}")
-            own = folder / provider
-            own.mkdir()
-            schema = own / "schema.json"
-            types = {name for name in used if name.removeprefix("data.").startswith(f"{provider}_")}
-            schema.write_text(json.dumps(read_schema(wheel, types)))
-            program = own / f"terraform-provider-{provider}"
-            program.write_text(
-                f"#!/bin/sh\nPYTHONPATH='{ROOT}' exec '{sys.executable}' -m tests.deploy.schema_provider '{schema}'\n"
-            )
-            program.chmod(0o755)
-            overrides.append(f'    "hashicorp/{provider}" = "{own}"\n')
-        configuration = folder / "terraform.rc"
-        configuration.write_text(
-            "disable_checkpoint = true\nprovider_installation {\n  dev_overrides {\n" + "".join(overrides) + "  }\n}\n"
-        )
-        return cls(binary, configuration, tree)
+        running = {}
+        with ExitStack() as stack:
+            for provider, pattern in _BINDINGS.items():
+                wheel = next(wheels.glob(pattern), None)
+                if wheel is None:
+                    raise FileNotFoundError(f"there is no {pattern} in {wheels}")
+                types = {name for name in used if name.removeprefix("data.").startswith(f"{provider}_")}
+                schema = folder / f"{provider}.json"
+                schema.write_text(json.dumps(read_schema(wheel, types)))
+                running[f"registry.terraform.io/hashicorp/{provider}"] = stack.enter_context(_provider(schema))
+            yield cls(binary, json.dumps(running), tree)
 
     def run(self, module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run one command in `module`, whose modules are installed first; both streams come back as stdout."""
@@ -90,7 +86,12 @@ class Terraform:
         environment = {
             name: value for name, value in os.environ.items() if not name.startswith(("TF_", "AWS_", "GOOGLE_"))
         }
-        environment |= {"TF_CLI_CONFIG_FILE": str(self.configuration), "TF_IN_AUTOMATION": "1"}
+        environment |= {
+            "CHECKPOINT_DISABLE": "1",
+            "TF_CLI_CONFIG_FILE": os.devnull,
+            "TF_IN_AUTOMATION": "1",
+            "TF_REATTACH_PROVIDERS": self.providers,
+        }
         return subprocess.run(
             [self.binary, *arguments, "-no-color"] if arguments[0] != "fmt" else [self.binary, *arguments],
             cwd=folder,
@@ -101,3 +102,26 @@ class Terraform:
             timeout=300,
             check=False,
         )
+
+
+@contextmanager
+def _provider(schema: Path) -> Iterator[dict[str, Any]]:
+    """Run a provider; yields what Terraform must know to find it."""
+    with tempfile.TemporaryDirectory() as folder:  # whose name is short enough for a socket's
+        command = [sys.executable, "-m", "tests.deploy.schema_provider", str(schema), folder]
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        try:
+            address = process.stdout.readline().strip()
+            assert address, f"the provider of {schema.name} did not start"
+            yield {
+                "Protocol": "grpc",
+                "ProtocolVersion": 6,
+                "Pid": process.pid,
+                "Test": True,
+                "Addr": {"Network": "unix", "String": address},
+            }
+        finally:
+            process.terminate()
+            process.wait(timeout=30)
+            process.stdout.close()

@@ -12,6 +12,7 @@ from typing import Any
 import boto3
 import pytest
 import torch
+import yaml
 from botocore.exceptions import ClientError
 from typer.testing import CliRunner, Result
 
@@ -152,6 +153,30 @@ def test_metadata_of_a_model(reader: Role) -> None:
     pulled = pull(f"s3://{BUCKET}/{OURS}", StreamConfig.resolve({"endpoint_url": reader.store.url}))
     assert (pulled.folder / "config.json").read_text() == "{}"
     assert reader.calls() == {"ListObjectsV2", "GetObject"}
+
+
+def fetch_commands() -> list[list[str]]:
+    """Return how the manifests run ``s3stream fetch``, as far as it is the same wherever it runs."""
+    examples = Path(__file__).parent.parent.parent / "examples"
+    patches = [yaml.safe_load(path.read_text()) for path in examples.glob("kubernetes/components/*/patch.yaml")]
+    found = [patch["spec"]["template"]["spec"]["initContainers"][0]["args"] for patch in patches]
+    container = yaml.safe_load((examples / "kserve" / "clusterstoragecontainer.yaml").read_text())["spec"]["container"]
+    return [*found, [*container["command"][1:], f"s3stream://{BUCKET}/{OURS}/", "/mnt/models"]]
+
+
+@pytest.mark.skipif(
+    "fetch" not in {str(getattr(command.callback, "__name__", "")) for command in app.registered_commands},
+    reason="this version has no `s3stream fetch`",
+)
+@pytest.mark.parametrize("arguments", fetch_commands(), ids=" ".join)
+def test_fetch_as_the_manifests_run_it(reader: Role, arguments: list[str], tmp_path: Path) -> None:
+    moved = [argument.replace("$(MODEL_URL)", f"s3://{BUCKET}/{OURS}/") for argument in arguments]
+    moved = [str(tmp_path / "model") if argument.startswith("/") else argument for argument in moved]
+    done = reader.command(*moved)
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "model" / "config.json").read_text() == "{}"
+    assert (tmp_path / "model" / "model.safetensors").exists() == ("all" in arguments)
+    assert reader.calls() <= {"ListObjectsV2", "GetObject", "HeadObject"}
 
 
 @pytest.mark.parametrize("folder", THEIRS)

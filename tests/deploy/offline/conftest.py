@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,5 +37,6 @@ def kubectl() -> str:
 
 
 @pytest.fixture(scope="session")
-def terraform(wheels: Path, tmp_path_factory: pytest.TempPathFactory) -> Terraform:
-    return Terraform.prepare(program("terraform"), wheels, tmp_path_factory.mktemp("terraform"))
+def terraform(wheels: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Terraform]:
+    with Terraform.start(program("terraform"), wheels, tmp_path_factory.mktemp("terraform")) as started:
+        yield started

@@ -59,9 +59,9 @@ class KServe:
             return None
         tables = {}
         for node in ast.walk(ast.parse(self._sources[module])):
-            name = node.targets[0] if isinstance(node, ast.Assign) else None
-            if isinstance(name, ast.Name) and name.id in {"openapi_types", "attribute_map"}:
-                tables[name.id] = ast.literal_eval(node.value)
+            match node:
+                case ast.Assign(targets=[ast.Name(id="openapi_types" | "attribute_map" as table)]):
+                    tables[table] = ast.literal_eval(node.value)
         return {spelt: tables["openapi_types"][field] for field, spelt in tables["attribute_map"].items()}
 
     def _check(self, value: Any, kind: str, path: str) -> list[str]:

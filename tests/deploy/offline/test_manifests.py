@@ -104,6 +104,13 @@ def test_engines_start_from_what_is_there(rendered: dict[str, Documents]) -> Non
     }
 
 
+def test_the_readme_is_about_these_overlays(rendered: dict[str, Documents]) -> None:
+    readme = (TREE / "README.md").read_text()
+    assert set(re.findall(r"^\| `([a-z-]+)` \|", readme, re.MULTILINE)) == set(OVERLAYS)
+    sums = [int(found) for found in re.findall(r"^    .* (\d+) GiB$", readme, re.MULTILINE)]
+    assert f"{sum(sums)}Gi" == engine(rendered["eks-irsa"])["resources"]["limits"]["memory"]
+
+
 def test_no_secret_is_committed() -> None:
     for path in (ROOT / "examples").rglob("*.yaml"):
         for document in yaml.safe_load_all(path.read_text()):

@@ -85,7 +85,7 @@ def spoil(terraform: Terraform) -> Callable[[str, str, str], Terraform]:
         shutil.copytree(terraform.tree, tree, ignore=shutil.ignore_patterns(".terraform*"))
         (file,) = (path for path in (tree / module).glob("*.tf") if re.search(right, path.read_text()))
         file.write_text(re.sub(right, wrong, file.read_text(), count=1))
-        return Terraform(terraform.binary, terraform.configuration, tree)
+        return Terraform(terraform.binary, terraform.providers, tree)
 
     return make
 
