@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any
 
-from streamer.config import parse_byte_count
+from streamer.config import StreamConfig, parse_byte_count
+from streamer.errors import ConfigError
 
 __all__ = ["NEWEST", "OLDEST", "problems_of", "problems_of_pod"]
 
@@ -93,6 +94,10 @@ def _container(container: dict[str, Any], volumes: dict[str, Any], settings: dic
         for variable in re.findall(r"\$\((\w+)\)", text):
             if variable not in variables:
                 yield f"$({variable}) is not set, and would be passed on as it is"
+    try:
+        StreamConfig.resolve(environ=variables)
+    except ConfigError as error:
+        yield f"s3stream would not start: {error}"
     read_only = container.get("securityContext", {}).get("readOnlyRootFilesystem")
     if read_only and "HOME" not in variables and any(name in image for name in ("vllm", "sglang", "fetch")):
         yield "without HOME, Python would write to a folder that is read-only"

@@ -165,7 +165,8 @@ MISTAKES: dict[str, tuple[Callable[[Documents], Any], str]] = {
     "selector": (lambda d: find(d, "Service")["spec"]["selector"].update(x="y"), "no pod has the labels"),
     "service port": (lambda d: find(d, "Service")["spec"]["ports"][0].update(targetPort="web"), "have no port web"),
     "service name": (lambda d: find(d, "Service")["metadata"].update(name="vllm"), "VLLM_PORT"),
-    "no home": (lambda d: [engine(d).update(env=[]), settings(d)], "without HOME"),
+    "unknown option": (lambda d: settings(d).update(S3STREAM_BUFER_BYTES="4GiB"), "did you mean S3STREAM_BUFFER_BYTES"),
+    "no home": (lambda d: engine(d).update(env=[]), "without HOME"),
 }
 
 

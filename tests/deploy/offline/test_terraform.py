@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.deploy.bindings import read_schema
 from tests.deploy.policies import POLICY_ARGUMENTS, golden
 from tests.deploy.terraform import MODULES, ROOT, Terraform
 
@@ -116,6 +117,12 @@ def test_golden_policies_are_what_terraform_makes(terraform: Terraform, name: st
     assert done.returncode == 0, done.stdout
     outputs = json.loads(state.read_text())["outputs"]
     assert {kind: json.loads(outputs[f"{kind}_json"]["value"]) for kind in ("reader", "publisher")} == golden(name)
+
+
+def test_types_that_the_bindings_lack_are_an_error(wheels: Path) -> None:
+    (wheel,) = wheels.glob("cdktn_provider_google-*.whl")
+    with pytest.raises(ValueError, match="no bindings for data.google_weights, google_storage_buckit$"):
+        read_schema(wheel, ["google_storage_bucket", "google_storage_buckit", "data.google_weights"])
 
 
 def test_tree_has_no_state_or_lock() -> None:
