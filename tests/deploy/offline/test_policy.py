@@ -14,7 +14,7 @@ import pytest
 from tests.deploy.policies import POLICY_ARGUMENTS, golden
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore", ResourceWarning)  # it leaves its own files open
+    warnings.simplefilter("ignore")  # it leaves its own files open, and some of its escapes are none
     import parliament
 
 Policy = dict[str, Any]
