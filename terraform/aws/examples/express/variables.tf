@@ -1,0 +1,4 @@
+variable "bucket" {
+  description = "Name of the bucket that there is."
+  type        = string
+}

@@ -1,0 +1,4 @@
+output "urls" {
+  description = "What to give s3stream."
+  value       = module.weights.urls
+}
