@@ -11,12 +11,12 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from streamer.artifacts.destination import Destination, telling
-from streamer.artifacts.journal import Journal, part_name
+from streamer.artifacts.journal import PART_SUFFIX, Journal, part_id
 from streamer.config import StreamConfig
 from streamer.sources.base import ObjectInfo, Source
 from streamer.sources.tasks import FlatTaskGroup
@@ -31,27 +31,35 @@ _THREADS = 8
 class Part:
     """One file on its way. Methods that touch the disk are for threads.
 
+    An unfinished file has a name that was never used before and never will be again, so that what the journal says of
+    it is of no other. Another process that fetches the same may find it and go on with it, even at the same time where
+    there are no locks: both write the same bytes.
+
     Args:
-        exists: whether there is an unfinished file of its name and size.
+        sizes: of unfinished files with which to go on.
 
     Attributes:
+        name: of the unfinished file.
+        is_new: whether it is not there yet.
         missing: ranges that are not here yet.
         left: reads that have not been written.
     """
 
-    def __init__(self, destination: Destination, journal: Journal, url: str, item: ObjectInfo, sizes: dict[str, int]):
+    def __init__(
+        self, destination: Destination, journal: Journal, url: str, item: ObjectInfo, sizes: Mapping[str, int]
+    ) -> None:
         self.item = item
-        self.name = part_name(url, item)
         self._destination = destination
         self._journal = journal
-        arrived = journal.arrived(self.name)
-        self._is_new = sizes.get(self.name) != item.size
-        # Somebody removed the file, or made it anew: what the journal says is of another one.
-        self._is_void = self._is_new and bool(arrived.nbytes)
-        is_whole = not self._is_new and journal.finished.get(item.key) == self.name
-        self.missing = [] if is_whole else [(0, item.size)] if self._is_new else arrived.missing(0, item.size)
-        if not item.size:
-            self.missing = []
+        version = part_id(url, item)
+        found = [name for name, size in sizes.items() if name.startswith(version) and size == item.size]
+        self.is_new = not found
+        self.name = f"{version}-{os.urandom(8).hex()}{PART_SUFFIX}"
+        self.missing = [(0, item.size)] if item.size else []
+        if found:
+            self.name = max(found, key=lambda name: journal.arrived(name).nbytes)
+            is_whole = self.name in journal.finished.get(item.key, {}).values()
+            self.missing = [] if is_whole else journal.arrived(self.name).missing(0, item.size)
         self.left = 0
         self._descriptor: int | None = None
         self._lock = threading.Lock()
@@ -62,19 +70,13 @@ class Part:
     def missing_bytes(self) -> int:
         return sum(end - start for start, end in self.missing)
 
-    @property
-    def is_new(self) -> bool:
-        return self._is_new
-
     def open(self) -> None:
         """Open the file, or make it at its full size, all holes. Idempotent."""
         with self._lock, telling(f"write {self._destination.path / self.item.key}"):
             if self._descriptor is not None:
                 return
-            if self._is_void:
-                self._journal.forget(self.name)  # first, or a crash would leave holes that count as arrived
-            self._descriptor = self._destination.open_part(self.name)
-            if self._is_new:
+            self._descriptor = self._destination.open_part(self.name, os.O_CREAT | os.O_EXCL if self.is_new else 0)
+            if self.is_new:
                 os.ftruncate(self._descriptor, self.item.size)
                 os.fsync(self._descriptor)
                 os.fsync(self._destination.work)
@@ -118,7 +120,8 @@ class Part:
         assert self._descriptor is not None
         with telling(f"write {self._destination.path / self.item.key}"):
             os.fsync(self._descriptor)
-        self._journal.add_finished(self.name, self.item.key)
+            inode = os.fstat(self._descriptor).st_ino
+        self._journal.add_finished(self.name, self.item.key, inode)
         self._destination.publish(self.name, self.item.key)
         self.close()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence, Set
 
 from streamer.artifacts.metadata import PINS_FILE, Mode, refuse_escape
 from streamer.checkpoint.manifest import MANIFEST_KEY
@@ -45,12 +45,15 @@ async def choose(source: Source, config: StreamConfig, items: Sequence[ObjectInf
             f"{source.url} has nothing but weights, and mode=metadata leaves these out",
             hint="check the URL, or fetch with --mode all",
         )
-    _refuse_clashes(source, chosen)
+    for item in ours:
+        # Hidden folders are left out, but nobody hides by accident in these.
+        if {".", ".."} & set(item.key.split("/")):
+            refuse_escape(source, item.key)
+    _refuse_clashes(source, {item.key for item in chosen})
     return chosen
 
 
-def _refuse_clashes(source: Source, items: Iterable[ObjectInfo]) -> None:
-    keys = {item.key for item in items}
+def _refuse_clashes(source: Source, keys: Set[str]) -> None:
     for key in sorted(keys):
         refuse_escape(source, key)
         parts = key.split("/")

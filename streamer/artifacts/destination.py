@@ -183,7 +183,7 @@ class Destination:
             unfinished = (
                 f"{name}.{os.getpid()}.{time.monotonic_ns():x}"  # processes of other pods have the same numbers
             )
-            descriptor = self.open_part(unfinished, os.O_EXCL)
+            descriptor = self.open_part(unfinished, os.O_CREAT | os.O_EXCL)
             try:
                 with open(descriptor, "wb") as file:
                     file.write(body)
@@ -197,8 +197,8 @@ class Destination:
             os.fsync(self._root)
 
     def withdraw(self, name: str, as_part: str) -> None:
-        """Move a file from the top to the parts, durably."""
-        with telling(f"move {self.path / name}"):
+        """Move a file from the top to the parts, durably, unless somebody else just has."""
+        with telling(f"move {self.path / name}"), contextlib.suppress(FileNotFoundError):
             os.rename(name, as_part, src_dir_fd=self._root, dst_dir_fd=self.work)
             os.fsync(self._root)
 
@@ -218,10 +218,8 @@ class Destination:
     # -- parts -----------------------------------------------------------------------------------------
 
     def open_part(self, name: str, flags: int = 0) -> int:
-        """Return a descriptor of an unfinished file, which is made if it is not there."""
-        descriptor = os.open(
-            name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o666, dir_fd=self.work
-        )
+        """Return a descriptor of an unfinished file."""
+        descriptor = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o666, dir_fd=self.work)
         _let_read(descriptor, 0o444)
         return descriptor
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +23,7 @@ from streamer.artifacts.arriving import Arriving, Part
 from streamer.artifacts.choice import choose, covers
 from streamer.artifacts.destination import WORK_FOLDER, Destination
 from streamer.artifacts.integrity import IntegrityCheck
-from streamer.artifacts.journal import PART_SUFFIX, Journal, part_name
+from streamer.artifacts.journal import PART_SUFFIX, Journal, part_id
 from streamer.artifacts.metadata import PINS_FILE, Mode, PulledFolder, read_marker
 from streamer.artifacts.room import require_room
 from streamer.config import StreamConfig
@@ -36,6 +37,7 @@ __all__ = ["Fetched", "fetch"]
 
 _PREVIOUS = "previous.json"
 _TICK_SECONDS = 1.0
+_IDLE_SECONDS = 120.0
 
 Progress = Callable[[int, int], None]
 
@@ -150,13 +152,13 @@ class _Filling:
         self._progress = progress
         self._note = note
         self._known = _Known()
-        self._unfinished: dict[str, int] = {}
+        self._idle: dict[str, int] = {}
         self._done = self._total = 0
 
     async def run(self, mode: Mode, max_bytes: int | None) -> Fetched:
         items = tuple(await self._source.list())
         self._known = self._look_around()
-        self._unfinished = {name: status.st_size for name, status in self._destination.parts().items()}
+        self._remember_parts()
         marker = self._known.marker
         if marker is not None and self._is_up_to_date(marker, items, mode):
             self._tidy()
@@ -164,7 +166,7 @@ class _Filling:
         mode, wanted = await self._choose(items, mode)
         self._refuse_excess(wanted, max_bytes)
         missing = [item for item in wanted if not self._is_here(item)]
-        parts = [Part(self._destination, self._journal, self._source.url, item, self._unfinished) for item in missing]
+        parts = [Part(self._destination, self._journal, self._source.url, item, self._idle) for item in missing]
         old = sorted(self._known.ours - {item.key for item in wanted})
         self._remove_other_parts(parts)
         has_room = require_room(self._destination, parts, self._source.url, self._replaceable(missing, old))
@@ -220,6 +222,14 @@ class _Filling:
         known.ours |= set(self._journal.finished)
         return known
 
+    def _remember_parts(self) -> None:
+        """Learn which unfinished files nobody writes to. Without locks, their age must tell; an error is no harm."""
+        now = time.time()
+        for name, status in self._destination.parts().items():
+            is_idle = self._destination.is_locked or now - status.st_mtime > _IDLE_SECONDS
+            if name.endswith(PART_SUFFIX) and is_idle:
+                self._idle[name] = status.st_size
+
     def _read_marker(self, folder: Path, name: str) -> PulledFolder | None:
         try:
             return read_marker(folder, name)
@@ -240,16 +250,14 @@ class _Filling:
         """Whether the folder has this very version of a file."""
         if item.pin is None:
             return False  # nothing says which version it is
+        status = self._destination.status(item.key)
+        if status is None or status.st_size != item.size:
+            return False
         finished = self._journal.finished.get(item.key)
         if finished is None:
-            is_known = self._known.objects.get(item.key) == item
-        else:
-            name = part_name(self._source.url, item)
-            is_known = finished == name and name not in self._unfinished
-        if not is_known:
-            return False
-        status = self._destination.status(item.key)
-        return status is not None and status.st_size == item.size
+            return self._known.objects.get(item.key) == item
+        # What was recorded need not have been renamed, nor, without locks, by the last who recorded it.
+        return finished.get(status.st_ino, "").startswith(part_id(self._source.url, item))
 
     async def _choose(self, items: Sequence[ObjectInfo], mode: Mode) -> tuple[Mode, list[ObjectInfo]]:
         """Return what to hold: everything, if what was not asked for is here already, in the right version."""
@@ -305,11 +313,17 @@ class _Filling:
     # -- after -----------------------------------------------------------------------------------------
 
     def _publish_marker(self, marker: PulledFolder) -> None:
+        here = set(marker.here)
+        if not self._destination.is_locked:
+            self._journal.read()
         for item in marker.items:
-            if item.key not in set(marker.here):
+            if item.key not in here:
                 continue
             status = self._destination.status(item.key)
-            if status is None or status.st_size != item.size:
+            is_right = status is not None and status.st_size == item.size
+            if not self._destination.is_locked and item.pin is not None:
+                is_right = self._is_here(item)  # others may have put another version in its place
+            if not is_right:
                 raise DestinationError(
                     f"{self._destination.path / item.key} was changed while the other files were fetched",
                     hint="see that nobody else writes to the folder, and run the same command again",
@@ -325,7 +339,5 @@ class _Filling:
 
     def _remove_other_parts(self, parts: Sequence[Part]) -> None:
         """Remove unfinished files of versions that nobody fetches any more."""
-        if self._destination.is_locked:
-            for name in set(self._unfinished) - {part.name for part in parts}:
-                if name.endswith(PART_SUFFIX):
-                    self._destination.remove_part(name)
+        for name in set(self._idle) - {part.name for part in parts}:
+            self._destination.remove_part(name)

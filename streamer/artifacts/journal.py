@@ -19,44 +19,40 @@ from streamer.artifacts.destination import Destination, telling
 from streamer.checkpoint.regions import Intervals
 from streamer.sources.base import ObjectInfo
 
-__all__ = ["PART_SUFFIX", "Journal", "part_name"]
+__all__ = ["PART_SUFFIX", "Journal", "part_id"]
 
 PART_SUFFIX = ".part"
 _NAME = "journal"
 _FORMAT = 1
 
 
-def part_name(url: str, item: ObjectInfo) -> str:
-    """Name the unfinished file of one version of an object.
+def part_id(url: str, item: ObjectInfo) -> str:
+    """Name one version of an object; the unfinished files that hold some of it have names that begin so.
 
-    Whoever writes to the same name writes the same bytes, locked or not. Without a pin nothing says so, and the name
-    is nobody else's.
+    Without a pin nothing tells versions apart, and the name is new each time.
     """
     nonce = os.urandom(16).hex() if item.pin is None else ""
     facts = json.dumps([_FORMAT, url, item.key, item.size, item.pin, item.version, nonce])
-    return f"{hashlib.sha256(facts.encode()).hexdigest()[:32]}{PART_SUFFIX}"
+    return hashlib.sha256(facts.encode()).hexdigest()[:32]
 
 
 class Journal:
     """The records of one folder; a context manager. Threads may append at once.
 
     Attributes:
-        finished: by key, the part that was given this name, or is about to be; the last one counts.
+        finished: by key and inode, the parts that were given this name, or are about to be.
     """
 
     def __init__(self, destination: Destination) -> None:
         self._where = destination.path
         self._lock = threading.Lock()
         self._arrived: dict[str, Intervals] = {}
-        self.finished: dict[str, str] = {}
+        self.finished: dict[str, dict[int, str]] = {}
         with telling(f"keep a journal in {self._where}"):
-            self._descriptor = destination.open_part(_NAME, os.O_APPEND)
+            self._descriptor = destination.open_part(_NAME, os.O_CREAT | os.O_APPEND)
             try:
                 os.fsync(destination.work)
-                with open(os.dup(self._descriptor), "rb") as file:
-                    file.seek(0)
-                    for line in file:
-                        self._read(line)
+                self.read()
             except BaseException:
                 os.close(self._descriptor)
                 raise
@@ -67,6 +63,14 @@ class Journal:
     def __exit__(self, *_: object) -> None:
         os.close(self._descriptor)
 
+    def read(self) -> None:
+        """Read all records, those that others have added meanwhile too."""
+        with telling(f"read the journal in {self._where}"), open(os.dup(self._descriptor), "rb") as file:
+            self._arrived, self.finished = {}, {}
+            file.seek(0)
+            for line in file:
+                self._read(line)
+
     def _read(self, line: bytes) -> None:
         checksum, _, text = line.rstrip(b"\n").partition(b" ")
         if checksum != _checksum(text):
@@ -74,11 +78,10 @@ class Journal:
         match json.loads(text):
             case ["span", str(part), int(start), int(end)]:
                 self._arrived.setdefault(part, Intervals()).add(start, end)
-            case ["finished", str(part), str(key)]:
-                self.finished[key] = part
+            case ["finished", str(part), str(key), int(inode)]:
+                self.finished.setdefault(key, {})[inode] = part
             case ["void", str(part)]:
                 self._arrived.pop(part, None)
-                self.finished = {key: other for key, other in self.finished.items() if other != part}
 
     def arrived(self, part: str) -> Intervals:
         """Return which bytes of a part are on disk; the caller's own copy."""
@@ -91,9 +94,9 @@ class Journal:
         """Record bytes that are on disk."""
         self._append([["span", part, start, end] for start, end in spans])
 
-    def add_finished(self, part: str, key: str) -> None:
+    def add_finished(self, part: str, key: str, inode: int) -> None:
         """Record that a part is whole and on disk, before it gets its name."""
-        self._append([["finished", part, key]])
+        self._append([["finished", part, key, inode]])
 
     def forget(self, part: str) -> None:
         """Record that nothing of a part is on disk."""
