@@ -62,9 +62,10 @@ def test_package_itself_is_light() -> None:
     assert not loaded_by("streamer") & {"torch", "asyncio", "botocore"}
 
 
-def test_inspect_verify_and_bench_need_no_torch() -> None:
+def test_inspect_fetch_verify_and_bench_need_no_torch() -> None:
     modules = (
         "streamer.cli.inspect",
+        "streamer.cli.fetch",
         "streamer.cli.verify",
         "streamer.cli.bench",
         "streamer.sources.s3",
