@@ -9,13 +9,16 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from streamer.artifacts.check import check
+from streamer.artifacts.destination import WORK_FOLDER
 from streamer.artifacts.fetch import fetch
+from streamer.artifacts.journal import Journal
 from streamer.cli.exit_codes import exit_code
 from streamer.errors import DestinationError, NoSpaceError
 from tests.artifacts.fetching import ALL, METADATA, ROOT, URL, WEIGHTS, config_for, put_all, start, tree
@@ -89,6 +92,64 @@ def test_whatever_call_fails_the_next_fetch_is_right(
             assert all(body == ALL[key] for key, body in tree(tmp_path / call).items())
     fetch(URL, tmp_path / call, config, mode="all")
     assert tree(tmp_path / call) == ALL
+
+
+def test_nothing_is_recorded_or_named_before_it_is_on_disk(
+    stored: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power failure cannot be had here, so the order of calls is looked at."""
+    dirty: dict[int, set[int]] = {}  # by inode, where ranges begin that were written and not synced
+    parts: dict[str, int] = {}
+    recorded = renamed = 0
+    real: dict[str, Any] = {name: getattr(os, name) for name in ("pwrite", "fdatasync", "fsync", "rename")}
+    add_spans, add_finished = Journal.add_spans, Journal.add_finished
+
+    def inode_of(descriptor: int) -> int:
+        return os.fstat(descriptor).st_ino
+
+    def pwrite(descriptor: int, body: memoryview, start: int) -> int:
+        count: int = real["pwrite"](descriptor, body, start)
+        dirty.setdefault(inode_of(descriptor), set()).add(start)
+        return count
+
+    def sync(name: str) -> Callable[[int], None]:
+        def call(descriptor: int) -> None:
+            before = set(dirty.get(inode_of(descriptor), ()))
+            real[name](descriptor)
+            dirty.get(inode_of(descriptor), set()).difference_update(before)
+
+        return call
+
+    def spans(journal: Journal, part: str, found: Sequence[tuple[int, int]]) -> None:
+        nonlocal recorded
+        recorded += len(found)
+        inode = (tmp_path / WORK_FOLDER / part).stat().st_ino
+        assert not dirty.get(inode, set()) & {start for start, _ in found}
+        add_spans(journal, part, found)
+
+    def finished(journal: Journal, part: str, key: str, inode: int) -> None:
+        assert not dirty.get(inode)
+        parts[part] = inode
+        add_finished(journal, part, key, inode)
+
+    def rename(source: str, target: str, **folders: int) -> None:
+        nonlocal renamed
+        if source.endswith(".part"):
+            assert source in parts, "it is recorded first"
+            renamed += 1
+        else:
+            assert renamed == len(ALL), "the marker is last"
+        real["rename"](source, target, **folders)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    monkeypatch.setattr(os, "fdatasync", sync("fdatasync"))
+    monkeypatch.setattr(os, "fsync", sync("fsync"))
+    monkeypatch.setattr(os, "rename", rename)
+    monkeypatch.setattr(Journal, "add_spans", spans)
+    monkeypatch.setattr(Journal, "add_finished", finished)
+    fetch(URL, tmp_path, config_for(stored, concurrency=4), mode="all")
+    assert recorded > 20
+    assert tree(tmp_path) == ALL
 
 
 # -- before the first byte ---------------------------------------------------------------------------
@@ -209,7 +270,9 @@ def test_a_folder_of_somebody_else(stored: ObjectServer, reachable: Path) -> Non
 MEASURE = """
 import json, sys
 from pathlib import Path
+from streamer.artifacts.destination import WORK_FOLDER
 from streamer.artifacts.fetch import fetch
+from streamer.artifacts.journal import Journal
 from streamer.config import StreamConfig
 
 def peak():
