@@ -206,6 +206,8 @@ class Destination:
     def _parent(self, key: str, *, make: bool = False) -> Iterator[tuple[int, str]]:
         """Yield a descriptor of the folder that `key` is in, and its name there."""
         *folders, name = key.split("/")
+        if {"", ".", ".."} & {*folders, name}:  # a marker that somebody tampered with may say anything
+            raise DestinationError(f"{key!r} is no path inside {self.path}", hint="remove what names it there")
         with contextlib.ExitStack() as stack:
             current = self._root
             for folder in folders:

@@ -17,7 +17,7 @@ import torch
 
 import streamer
 from streamer.artifacts.check import check
-from streamer.artifacts.destination import WORK_FOLDER
+from streamer.artifacts.destination import WORK_FOLDER, Destination
 from streamer.artifacts.digests import make_manifest
 from streamer.artifacts.fetch import fetch
 from streamer.artifacts.metadata import PINS_FILE, Mode, read_marker, read_pins
@@ -277,6 +277,39 @@ def test_an_older_version_that_comes_back_is_not_taken_for_the_newer_one(stored:
     stored.faults = []
     fetch(URL, tmp_path, config)
     assert (tmp_path / key).read_bytes() == older
+
+
+def test_what_was_about_to_get_its_name_is_not_taken_to_have_it(
+    stored: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is recorded first. The older version has the same size."""
+    config, key = config_for(stored), "tokenizer.json"
+    fetch(URL, tmp_path, config)
+    stored.put("models", f"org/m/{key}", METADATA[key].upper())
+
+    def fail(self: Destination, part: str, name: str) -> None:
+        raise DestinationError("killed just before")
+
+    with monkeypatch.context() as patch, pytest.raises(DestinationError, match="killed"):
+        patch.setattr(Destination, "publish", fail)
+        fetch(URL, tmp_path, config)
+    assert (tmp_path / key).read_bytes() == METADATA[key]
+    before = stored.counters.requests["GET"]
+    again = fetch(URL, tmp_path, config)
+    assert (tmp_path / key).read_bytes() == METADATA[key].upper()
+    assert (again.resumed_bytes, again.fetched_bytes) == (len(METADATA[key]), 0)
+    assert stored.counters.requests["GET"] == before
+
+
+@pytest.mark.parametrize("key", ["../precious", "/precious", "a/../../precious"])
+def test_a_marker_cannot_have_anything_outside_removed(stored: ObjectServer, tmp_path: Path, key: str) -> None:
+    fetch(URL, tmp_path / "m", config_for(stored))
+    marker = json.loads((tmp_path / "m" / PINS_FILE).read_text())
+    (tmp_path / "m" / PINS_FILE).write_text(json.dumps({**marker, "url": "s3://other/", "here": [key]}))
+    (tmp_path / "precious").touch()
+    with pytest.raises(DestinationError, match="is no path inside"):
+        fetch(URL, tmp_path / "m", config_for(stored))
+    assert (tmp_path / "precious").exists()
 
 
 def test_while_files_are_replaced_the_folder_is_not_complete(stored: ObjectServer, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from streamer.artifacts.journal import Journal
 from streamer.cli.exit_codes import exit_code
 from streamer.errors import DestinationError, NoSpaceError
 from tests.artifacts.fetching import ALL, METADATA, ROOT, URL, WEIGHTS, config_for, put_all, start, tree
-from tests.servers.object_server import ObjectServer
+from tests.servers.object_server import Fault, ObjectServer
 
 TOTAL = sum(map(len, ALL.values()))
 
@@ -210,9 +210,20 @@ def test_an_older_version_makes_room_only_if_it_must(
     assert tree(tmp_path) == ALL, "nothing was lost for nothing"
     assert not check(tmp_path)[1]
     del stored.objects["models"]["org/m/tokenizer.model"]
+    there: list[bool] = []
+    last = list(WEIGHTS)[-1]
+    stored.faults = [Fault(lambda request, response: there.append((tmp_path / last).exists()), method="GET", times=3)]
     _statvfs(monkeypatch, nbytes=1_000_000)
     fetch(URL, tmp_path, config, mode="all")
     assert tree(tmp_path) == {**ALL, **newer}
+    assert there == [False] * 3
+    for key in WEIGHTS:
+        stored.put("models", f"org/m/{key}", WEIGHTS[key])
+    stored.faults[0].times = 3
+    _statvfs(monkeypatch, nbytes=1 << 30)
+    fetch(URL, tmp_path, config, mode="all")
+    assert tree(tmp_path) == ALL
+    assert there == [False] * 3 + [True] * 3, "with room, a file is replaced at once"
 
 
 # -- real ones ---------------------------------------------------------------------------------------
