@@ -1,8 +1,8 @@
 """Brings the bytes of objects to disk: many ranges at once, memory that does not grow with them, progress that stays.
 
 Each worker has one buffer; a range is received into it and written from it in a thread. A file's ranges are synced and
-recorded as fast as its disk allows, all that have come meanwhile at once, so nobody waits for a disk and yet a
-process that is killed loses no more than what was under way.
+recorded every now and then, all that have come meanwhile at once and beside the others, so nobody waits for that, and
+yet a process that is killed loses little more than what was under way.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -25,7 +26,9 @@ __all__ = ["Arriving", "Part"]
 
 T = TypeVar("T")
 
-_THREADS = 8
+_THREADS = 4
+#: Between two times that a file is synced; more where a disk takes longer for it, so that it gathers what it writes.
+_RECORD_SECONDS = 0.05
 
 
 class Part:
@@ -43,6 +46,8 @@ class Part:
         is_new: whether it is not there yet.
         missing: ranges that are not here yet.
         left: reads that have not been written.
+        recording: held while what was written is synced and recorded.
+        record_after: time before which that need not be done again.
     """
 
     def __init__(
@@ -65,6 +70,7 @@ class Part:
         self._lock = threading.Lock()
         self._written: list[tuple[int, int]] = []
         self.recording = asyncio.Lock()
+        self.record_after = 0.0
 
     @property
     def missing_bytes(self) -> int:
@@ -92,16 +98,15 @@ class Part:
         with self._lock:
             self._written.append((start, start + len(memory)))
 
-    def record(self) -> bool:
-        """Sync and record what was written since; return whether there was anything."""
+    def record(self) -> None:
+        """Sync and record what was written since."""
         with self._lock:
             written, self._written = self._written, []
         if not written or self._descriptor is None:
-            return False
+            return
         with telling(f"write {self._destination.path / self.item.key}"):
             os.fdatasync(self._descriptor)
         self._journal.add_spans(self.name, written)
-        return True
 
     def read(self, start: int, buffers: Sequence[memoryview]) -> None:
         """Fill `buffers` with what has arrived."""
@@ -225,13 +230,15 @@ class Arriving:
             part.left -= 1
             if not part.left:
                 await self._finish(part)
-            elif not part.recording.locked():
+            elif not part.recording.locked() and time.monotonic() >= part.record_after:
                 group.create_task(self._record(part))
 
     async def _record(self, part: Part) -> None:
         async with part.recording:
-            while await self.in_thread(part.record):
-                pass
+            began = time.monotonic()
+            await self.in_thread(part.record)
+            now = time.monotonic()
+            part.record_after = now + max(_RECORD_SECONDS, now - began)
 
     async def _finish(self, part: Part) -> None:
         async with part.recording:
