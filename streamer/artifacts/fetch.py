@@ -5,8 +5,8 @@ What an init container does, which may be killed at any point and started again,
 - The source is listed once. Every read is pinned to what the listing said.
 - A file arrives in the work folder (`streamer.artifacts.arriving`), and gets its name when it is whole and synced.
 - The marker (`streamer.artifacts.metadata.PINS_FILE`) comes last. It has the pins of the whole listing, by which
-  engines stream the very weights that the metadata beside it was listed with. Before a file that it speaks of is
-  replaced or removed, it is withdrawn.
+  engines stream the very weights that the metadata beside it was listed with.
+- What an older version left is removed before anything of a newer one gets its name, and the marker before that.
 - Nothing is removed but what a marker or the journal says that we wrote.
 """
 
@@ -169,17 +169,12 @@ class _Filling:
         parts = [Part(self._destination, self._journal, self._source.url, item, self._idle) for item in missing]
         old = sorted(self._known.ours - {item.key for item in wanted})
         self._remove_other_parts(parts)
-        has_room = require_room(self._destination, parts, self._source.url, self._replaceable(missing, old))
+        outdated = [*old, *(item.key for item in missing if item.key in self._known.ours)]
+        require_room(self._destination, parts, self._source.url, self._bytes_of(outdated))
         await self._check.prepare(missing)
-        if any(key in self._known.ours for key in (*old, *(item.key for item in missing))):
-            self._withdraw_marker()
-        if not has_room:
-            for key in (*old, *(item.key for item in missing if item.key in self._known.ours)):
-                self._destination.remove(key)
+        self._remove_outdated(outdated)
         await self._fetch(parts, wanted)
         checksums = await self._check.settle()
-        for key in old:
-            self._destination.remove(key)
         here = tuple(item.key for item in wanted)
         marker = PulledFolder(self._destination.path, self._source.url, items, here, mode)
         self._publish_marker(marker)
@@ -278,17 +273,18 @@ class _Filling:
                 hint="allow more, give the volume that much, or fetch with another --mode",
             )
 
-    def _replaceable(self, missing: Iterable[ObjectInfo], old: Iterable[str]) -> int:
-        """Return the bytes on disk of files of ours that will be replaced or removed."""
-        keys = [*old, *(item.key for item in missing if item.key in self._known.ours)]
+    def _bytes_of(self, keys: Iterable[str]) -> int:
         found = [self._destination.status(key) for key in keys]
         return sum(status.st_blocks * 512 for status in found if status is not None)
 
     # -- meanwhile -------------------------------------------------------------------------------------
 
-    def _withdraw_marker(self) -> None:
-        if self._known.marker is not None:
+    def _remove_outdated(self, keys: Sequence[str]) -> None:
+        """Remove files of an older version first: beside newer ones, they would make a model that never was."""
+        if keys and self._known.marker is not None:
             self._destination.withdraw(PINS_FILE, _PREVIOUS)
+        for key in keys:
+            self._destination.remove(key)
 
     async def _fetch(self, parts: Sequence[Part], wanted: Sequence[ObjectInfo]) -> None:
         self._total = sum(item.size for item in wanted)

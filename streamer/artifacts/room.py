@@ -15,27 +15,24 @@ _OWN_FILES = 3
 _OWN_BYTES = 64 << 10
 
 
-def require_room(destination: Destination, parts: Sequence[Part], url: str, replaceable_bytes: int) -> bool:
+def require_room(destination: Destination, parts: Sequence[Part], url: str, outdated_bytes: int) -> None:
     """See that everything that is missing fits, beside what has arrived.
 
     Quotas, and the limits of Kubernetes' emptyDir, are seen by nobody before they are reached.
 
     Args:
-        replaceable_bytes: on disk, of files that are replaced or removed in the end anyway.
-
-    Returns:
-        Whether it fits beside those; otherwise they have to go first.
+        outdated_bytes: on disk, of files that will be removed first.
 
     Raises:
-        NoSpaceError: it fits in no case.
+        NoSpaceError: it does not.
     """
     if not parts:
-        return True
+        return
     room = destination.room()
     block = room.block_bytes
     needed = _OWN_BYTES + sum(-(-part.missing_bytes // block) * block for part in parts)
-    if needed > room.nbytes + replaceable_bytes:
-        also = f" and {replaceable_bytes} in files that can be replaced" if replaceable_bytes else ""
+    if needed > room.nbytes + outdated_bytes:
+        also = f" and {outdated_bytes} in files of an older version" if outdated_bytes else ""
         raise NoSpaceError(
             f"{destination.path} has {room.nbytes} bytes free{also}, and {needed} more are needed "
             f"for {len(parts)} files of {url}",
@@ -49,4 +46,3 @@ def require_room(destination: Destination, parts: Sequence[Part], url: str, repl
             f"for {len(parts)} files of {url}",
             hint="remove files or take a volume with more inodes; nothing was fetched",
         )
-    return needed <= room.nbytes

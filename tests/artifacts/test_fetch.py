@@ -282,22 +282,25 @@ def test_an_older_version_that_comes_back_is_not_taken_for_the_newer_one(stored:
 def test_what_was_about_to_get_its_name_is_not_taken_to_have_it(
     stored: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is recorded first. The older version has the same size."""
-    config, key = config_for(stored), "tokenizer.json"
-    fetch(URL, tmp_path, config)
-    stored.put("models", f"org/m/{key}", METADATA[key].upper())
+    """It is recorded first. What somebody else has put there has the same size."""
+    config, key = config_for(stored, concurrency=1), "tokenizer.json"
+    foreign = METADATA[key].upper()
+    (tmp_path / key).write_bytes(foreign)
+    publish = Destination.publish
 
     def fail(self: Destination, part: str, name: str) -> None:
-        raise DestinationError("killed just before")
+        if name == key:
+            raise DestinationError("killed just before")
+        publish(self, part, name)
 
     with monkeypatch.context() as patch, pytest.raises(DestinationError, match="killed"):
         patch.setattr(Destination, "publish", fail)
         fetch(URL, tmp_path, config)
-    assert (tmp_path / key).read_bytes() == METADATA[key]
+    assert (tmp_path / key).read_bytes() == foreign
     before = stored.counters.requests["GET"]
     again = fetch(URL, tmp_path, config)
-    assert (tmp_path / key).read_bytes() == METADATA[key].upper()
-    assert (again.resumed_bytes, again.fetched_bytes) == (len(METADATA[key]), 0)
+    assert tree(tmp_path) == METADATA
+    assert again.resumed_bytes == len(METADATA[key])
     assert stored.counters.requests["GET"] == before
 
 
