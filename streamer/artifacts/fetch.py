@@ -96,11 +96,11 @@ def fetch(
     if local is not None and local.exists() and folder.exists() and local.samefile(folder):
         raise ConfigError(f"{url} and {folder} are the same folder", hint="fetch into another one")
     say = note or _say_nothing
+    check = IntegrityCheck(open_source(url, config), config)  # nothing is contacted yet
     with Destination(folder) as destination:
         destination.lock(lambda: say(f"another process fetches into {folder}; waiting for it"))
         if not destination.is_locked:
             say(f"the filesystem of {folder} has no locks; processes that fetch at once may do so twice")
-        check = IntegrityCheck(open_source(url, config), config)
         with Journal(destination) as journal:
             # What still runs when we are interrupted writes to the journal, so it ends first.
             loop = LoopThread(use_uvloop=config.use_uvloop)
@@ -169,10 +169,11 @@ class _Filling:
         parts = [Part(self._destination, self._journal, self._source.url, item, self._idle) for item in missing]
         old = sorted(self._known.ours - {item.key for item in wanted})
         self._remove_other_parts(parts)
-        outdated = [*old, *(item.key for item in missing if item.key in self._known.ours)]
-        require_room(self._destination, parts, self._source.url, self._bytes_of(outdated))
+        outdated = [item for item in missing if item.key in self._known.ours]
+        outdated_bytes = self._bytes_of([*old, *(item.key for item in outdated)])
+        require_room(self._destination, parts, self._source.url, outdated_bytes)
         await self._check.prepare(missing)
-        self._remove_outdated(outdated)
+        self._remove_outdated(old, outdated)
         await self._fetch(parts, wanted)
         checksums = await self._check.settle()
         here = tuple(item.key for item in wanted)
@@ -279,11 +280,13 @@ class _Filling:
 
     # -- meanwhile -------------------------------------------------------------------------------------
 
-    def _remove_outdated(self, keys: Sequence[str]) -> None:
+    def _remove_outdated(self, old: Sequence[str], replaced: Sequence[ObjectInfo]) -> None:
         """Remove files of an older version first: beside newer ones, they would make a model that never was."""
-        if keys and self._known.marker is not None:
+        if (old or replaced) and self._known.marker is not None:
             self._destination.withdraw(PINS_FILE, _PREVIOUS)
-        for key in keys:
+        if not self._destination.is_locked:
+            self._journal.read()  # others may have replaced some meanwhile
+        for key in (*old, *(item.key for item in replaced if not self._is_here(item))):
             self._destination.remove(key)
 
     async def _fetch(self, parts: Sequence[Part], wanted: Sequence[ObjectInfo]) -> None:
