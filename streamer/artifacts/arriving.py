@@ -19,6 +19,7 @@ from typing import TypeVar
 from streamer.artifacts.destination import Destination, telling
 from streamer.artifacts.journal import PART_SUFFIX, Journal, part_id
 from streamer.config import StreamConfig
+from streamer.errors import DestinationError
 from streamer.sources.base import ObjectInfo, Source
 from streamer.sources.tasks import FlatTaskGroup
 
@@ -69,6 +70,7 @@ class Part:
         self._descriptor: int | None = None
         self._lock = threading.Lock()
         self._written: list[tuple[int, int]] = []
+        self._is_suspect = False
         self.recording = asyncio.Lock()
         self.record_after = 0.0
 
@@ -102,10 +104,13 @@ class Part:
         """Sync and record what was written since."""
         with self._lock:
             written, self._written = self._written, []
-        if not written or self._descriptor is None:
+        if not written or self._descriptor is None or self._is_suspect:
             return
         with telling(f"write {self._destination.path / self.item.key}"):
+            # Linux tells once of bytes that it could not write; a second sync succeeds without them.
+            self._is_suspect = True
             os.fdatasync(self._descriptor)
+            self._is_suspect = False
         self._journal.add_spans(self.name, written)
 
     def read(self, start: int, buffers: Sequence[memoryview]) -> None:
@@ -123,6 +128,10 @@ class Part:
     def finish(self) -> None:
         """Give the file, all of which was written, its name."""
         assert self._descriptor is not None
+        if self._is_suspect:
+            raise DestinationError(
+                f"{self._destination.path / self.item.key} could not be synced", hint="see the volume"
+            )
         with telling(f"write {self._destination.path / self.item.key}"):
             os.fsync(self._descriptor)
             inode = os.fstat(self._descriptor).st_ino

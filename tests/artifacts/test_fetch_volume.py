@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 
 from streamer.artifacts.check import check
-from streamer.artifacts.destination import WORK_FOLDER
+from streamer.artifacts.destination import WORK_FOLDER, Destination
 from streamer.artifacts.fetch import fetch
 from streamer.artifacts.journal import Journal
 from streamer.cli.exit_codes import exit_code
@@ -152,6 +153,37 @@ def test_nothing_is_recorded_or_named_before_it_is_on_disk(
     assert tree(tmp_path) == ALL
 
 
+@pytest.mark.parametrize("seconds", [0.02, 0.5])
+def test_after_a_sync_has_failed_nothing_of_the_file_is_recorded(
+    stored: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    """Of what is written to it meanwhile, some or all, too."""
+    failed: list[str] = []
+    real = os.fdatasync
+
+    def fdatasync(descriptor: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        if path.endswith(".part") and not failed:
+            failed.append(Path(path).name)
+            time.sleep(seconds)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(descriptor)
+
+    config = config_for(stored, concurrency=4)
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(DestinationError, match=r"Input/output error|could not be synced"),
+    ):
+        patch.setattr(os, "fdatasync", fdatasync)
+        fetch(URL, tmp_path, config, mode="all")
+    with Destination(tmp_path) as destination, Journal(destination) as journal:
+        assert journal.arrived(failed[0]).nbytes == 0
+        assert failed[0] in destination.parts(), "nor has it got its name"
+        assert failed[0] not in {part for parts in journal.finished.values() for part in parts.values()}
+    fetch(URL, tmp_path, config, mode="all")
+    assert tree(tmp_path) == ALL
+
+
 # -- before the first byte ---------------------------------------------------------------------------
 
 
@@ -278,7 +310,7 @@ def test_a_folder_of_somebody_else(stored: ObjectServer, reachable: Path) -> Non
 MEASURE = """
 import json, sys
 from pathlib import Path
-from streamer.artifacts.destination import WORK_FOLDER
+from streamer.artifacts.destination import WORK_FOLDER, Destination
 from streamer.artifacts.fetch import fetch
 from streamer.artifacts.journal import Journal
 from streamer.config import StreamConfig
