@@ -17,13 +17,15 @@
     │   ├── IntegrityError                     bytes that a manifest or a stored checksum contradicts
     │   ├── BadResponseError                   an answer that contradicts the request
     │   └── SourceUnavailableError             still failing after every allowed retry
+    ├── DestinationError (OSError)             the folder that files are to be written to refuses
+    │   └── NoSpaceError                       it has no room for them
     └── LoadError (RuntimeError)               bytes arrived, but the model cannot be right
         ├── MissingParametersError             parameters that nothing was loaded into
         ├── VerificationError                  a parameter does not hold what its source holds
         └── LeakedLazyTensorError              a lazy tensor survived the load
 
-The split follows who can act: the caller, the owner of the checkpoint, the owner of the store, or
-the author of the model code. Messages never hold a secret, a signed URL or a proxy password.
+The split follows who can act: the caller, the owner of the checkpoint, the owner of the store, that of the
+folder, or the author of the model code. Messages never hold a secret, a signed URL or a proxy password.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "CredentialsError",
+    "DestinationError",
     "HeaderError",
     "IncompleteCheckpointError",
     "IntegrityError",
@@ -43,6 +46,7 @@ __all__ = [
     "LoadError",
     "MissingDependencyError",
     "MissingParametersError",
+    "NoSpaceError",
     "ObjectChangedError",
     "ObjectNotFoundError",
     "SourceError",
@@ -199,6 +203,14 @@ class IntegrityError(SourceError):
 
 class SourceUnavailableError(SourceError):
     """Every allowed retry failed."""
+
+
+class DestinationError(StreamError, OSError):
+    """A folder that files are to be written to refuses: no permission, read-only, a link in the way."""
+
+
+class NoSpaceError(DestinationError):
+    """The folder has no room: too few bytes, inodes or too small a quota."""
 
 
 class LoadError(StreamError, RuntimeError):

@@ -69,9 +69,10 @@ def test_package_itself_is_light() -> None:
     assert not loaded_by("streamer") & {"torch", "asyncio", "botocore"}
 
 
-def test_inspect_verify_bench_and_doctor_need_no_torch() -> None:
+def test_inspect_fetch_verify_bench_and_doctor_need_no_torch() -> None:
     modules = (
         "streamer.cli.inspect",
+        "streamer.cli.fetch",
         "streamer.cli.verify",
         "streamer.cli.bench",
         "streamer.cli.doctor",

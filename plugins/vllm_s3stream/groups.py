@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.distributed as dist
 
 from streamer.share.group import Group, ProcessGroup
@@ -21,7 +23,7 @@ def group_that_loads() -> Group | None:
     if not parallel_state.model_parallel_is_initialized():
         return None
     group = parallel_state.get_tp_group().cpu_group
-    experts = getattr(parallel_state, "_EP", None)  # None for dense models, and its getter asserts that it is not
+    experts: Any = getattr(parallel_state, "_EP", None)  # None for dense models, and its getter asserts that it is not
     # Groups of elastic expert parallelism live outside of torch.distributed; replicas may join them later.
     if parallel_state.get_dp_group().world_size > 1 and type(experts) is parallel_state.GroupCoordinator:
         group = experts.cpu_group

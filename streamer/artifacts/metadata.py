@@ -21,6 +21,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from streamer.checkpoint.manifest import MANIFEST_KEY, parse_manifest
 from streamer.checkpoint.select import is_metadata
@@ -30,10 +31,13 @@ from streamer.sources.base import ObjectInfo, Source
 from streamer.sources.open import local_path, open_source
 from streamer.transport.loop import LoopThread
 
-__all__ = ["PulledFolder", "metadata_folder", "pull", "read_pins"]
+__all__ = ["Mode", "PulledFolder", "metadata_folder", "pull", "read_marker", "read_pins", "refuse_escape"]
 
 PINS_FILE = ".s3stream.json"
-_FORMAT = 2  # 1 had no versions
+_FORMAT = 3  # 1 had no versions, 2 did not say what is here
+
+#: Which files of a checkpoint to bring.
+Mode = Literal["metadata", "weights", "all"]
 _CHUNK_BYTES = 32 << 20
 
 
@@ -44,11 +48,26 @@ class PulledFolder:
     Attributes:
         url: the root of the source.
         items: every object that was there, weights included.
+        here: keys of those that are in the folder.
+        mode: what they make up.
     """
 
     folder: Path
     url: str
     items: tuple[ObjectInfo, ...]
+    here: tuple[str, ...]
+    mode: Mode
+
+    def to_json(self) -> bytes:
+        """Return what `PINS_FILE` in the folder says, once everything else is there."""
+        document = {
+            "format": _FORMAT,
+            "url": self.url,
+            "mode": self.mode,
+            "objects": [[item.key, item.size, item.pin, item.version] for item in self.items],
+            "here": list(self.here),
+        }
+        return json.dumps(document).encode()
 
 
 def pull(url: str, config: StreamConfig, *, everything: bool = False) -> PulledFolder:
@@ -69,13 +88,15 @@ def pull(url: str, config: StreamConfig, *, everything: bool = False) -> PulledF
         items = tuple(loop.run(_list(source)))
         wanted = [item for item in items if everything or is_metadata(item.key)]
         for item in wanted:
-            _refuse_escape(source, item.key)
+            refuse_escape(source, item.key)
         folder = _cache(config) / _name(source.url, items, everything, config.integrity)
+        here = tuple(item.key for item in wanted)
+        pulled = PulledFolder(folder, source.url, items, here, "all" if everything else "metadata")
         try:
             if not (folder / PINS_FILE).is_file():
                 with _locked(folder):
                     if not (folder / PINS_FILE).is_file():
-                        _publish(loop, source, items, wanted, folder, config)
+                        _publish(loop, source, wanted, pulled, config)
         except StreamError:
             raise
         except OSError as error:
@@ -83,7 +104,7 @@ def pull(url: str, config: StreamConfig, *, everything: bool = False) -> PulledF
                 f"cannot keep the files of {source.url} in {folder}: {error.strerror or error}",
                 hint="set cache_dir (S3STREAM_CACHE_DIR) to a folder that can be written to and has space",
             ) from error
-        return PulledFolder(folder, source.url, items)
+        return pulled
     finally:
         loop.close(before=source.close)
 
@@ -94,28 +115,50 @@ def metadata_folder(url: str, config: StreamConfig) -> Path:
 
 
 def read_pins(folder: str | Path) -> PulledFolder | None:
-    """Return what `folder` was pulled from, or None when it is no such folder.
+    """Return where the weights of `folder` are, or None when it holds them itself or says nothing about them.
 
     Raises:
-        ConfigError: it was written by another version, or damaged.
+        ConfigError: what it says was written by another version, or damaged.
     """
-    path = Path(folder) / PINS_FILE
+    pulled = read_marker(folder)
+    return pulled if pulled is not None and pulled.mode == "metadata" else None
+
+
+def read_marker(folder: str | Path, name: str = PINS_FILE) -> PulledFolder | None:
+    """Return what `folder` was filled from, or None when it was not, or not completely.
+
+    Args:
+        name: of the file that says so.
+
+    Raises:
+        ConfigError: it was written by another version, is damaged, or cannot be read.
+    """
+    path = Path(folder) / name
     try:
         document = json.loads(path.read_text())
+        if document["format"] != _FORMAT:
+            raise ValueError("another format")
+        items = tuple(ObjectInfo(*entry) for entry in document["objects"])
+        return PulledFolder(Path(folder), document["url"], items, tuple(document["here"]), document["mode"])
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except ValueError:
-        document = {}
-    if not isinstance(document, dict) or document.get("format") != _FORMAT:
-        raise ConfigError(f"{path} was not written by this version of s3stream", hint=f"remove {Path(folder)}")
-    return PulledFolder(Path(folder), document["url"], tuple(ObjectInfo(*entry) for entry in document["objects"]))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}", hint="run as a user who may read it") from error
+    except (KeyError, TypeError, ValueError) as error:
+        hint = f"remove {Path(folder)}"
+        raise ConfigError(f"{path} was not written by this version of s3stream", hint=hint) from error
 
 
 async def _list(source: Source) -> Sequence[ObjectInfo]:
     return await source.list()
 
 
-def _refuse_escape(source: Source, key: str) -> None:
+def refuse_escape(source: Source, key: str) -> None:
+    """See that `key` names a file below a folder.
+
+    Raises:
+        CheckpointError: it would leave the folder, or be taken for one of our own files.
+    """
     parts = key.split("/")
     if any(part in ("", ".", "..") for part in parts) or "\0" in key or key == PINS_FILE:
         raise CheckpointError(
@@ -150,11 +193,11 @@ def _locked(folder: Path) -> Iterator[None]:
 def _publish(
     loop: LoopThread,
     source: Source,
-    items: Sequence[ObjectInfo],
     wanted: Sequence[ObjectInfo],
-    folder: Path,
+    pulled: PulledFolder,
     config: StreamConfig,
 ) -> None:
+    folder = pulled.folder
     for left in folder.parent.glob(f".{folder.name}.*/"):
         shutil.rmtree(left, ignore_errors=True)  # we hold the lock, so whoever made it was killed
     unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
@@ -163,12 +206,7 @@ def _publish(
         loop.run(_download(source, wanted, unfinished, config.concurrency))
         if config.integrity == "manifest" and any(item.key == MANIFEST_KEY for item in wanted):
             _check(source, wanted, unfinished)
-        document = {
-            "format": _FORMAT,
-            "url": source.url,
-            "objects": [[item.key, item.size, item.pin, item.version] for item in items],
-        }
-        (unfinished / PINS_FILE).write_text(json.dumps(document))
+        (unfinished / PINS_FILE).write_bytes(pulled.to_json())
         shutil.rmtree(folder, ignore_errors=True)  # without its pins file it is not ours to trust
         unfinished.rename(folder)
     finally:

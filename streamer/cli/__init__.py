@@ -5,11 +5,18 @@ from __future__ import annotations
 import logging
 import sys
 
+from streamer.cli.signals import ending_on_signals
+
 __all__ = ["main"]
 
 
 def main() -> None:
     """Run the command line, or say what to install for it."""
+    with ending_on_signals():
+        _run()
+
+
+def _run() -> None:
     try:
         from streamer.cli.app import app
     except ImportError as error:

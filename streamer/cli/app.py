@@ -12,7 +12,7 @@ import typer
 from streamer import __version__
 from streamer.cli.exit_codes import FAILED, exit_code
 from streamer.cli.output import Output
-from streamer.config import StreamConfig
+from streamer.config import StreamConfig, parse_byte_count
 from streamer.errors import ConfigError, StreamError
 
 __all__ = ["app"]
@@ -123,6 +123,48 @@ def inspect(
         from streamer.cli.inspect import run_inspect
 
         run_inspect(url, _config(option, endpoint_url, region, profile, anonymous, ignore_index), output)
+
+
+@app.command()
+def fetch(
+    pairs: Annotated[list[str], typer.Argument(metavar="SRC DEST [SRC DEST ...]", help="A URL and a folder for it.")],
+    mode: Annotated[
+        str | None,
+        typer.Option(
+            help="metadata (all but weights, the default), weights (those that a load would take, and their index), "
+            "or all."
+        ),
+    ] = None,
+    check: Annotated[
+        bool,
+        typer.Option("--check", help="Say whether the folders are complete, without the network. SRC may be left out."),
+    ] = False,
+    max_bytes: Annotated[str | None, typer.Option(help="Fail if there is more to hold, such as 20GiB.")] = None,
+    json: Json = False,
+    quiet: Quiet = False,
+    option: Options = None,
+    endpoint_url: Endpoint = None,
+    region: Region = None,
+    profile: Profile = None,
+    anonymous: Anonymous = False,
+    ignore_index: IgnoreIndex = False,
+) -> None:
+    """Fill folders with checkpoints, or with what an engine needs beside the weights: an init container.
+
+    May be killed at any time; started again, it goes on where it was. The folder says which versions of the weights
+    belong to it, and engines stream these.
+    """
+    with _reporting(json, quiet) as output:
+        from streamer.cli.fetch import parse_mode, run_check, run_fetch
+
+        wanted = parse_mode(mode)
+        if check:
+            if not run_check(pairs, output, mode=wanted):
+                raise typer.Exit(FAILED)
+            return
+        config = _config(option, endpoint_url, region, profile, anonymous, ignore_index)
+        limit = None if max_bytes is None else parse_byte_count(max_bytes)
+        run_fetch(pairs, config, output, mode=wanted, max_bytes=limit)
 
 
 @app.command()

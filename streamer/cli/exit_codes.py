@@ -7,8 +7,10 @@ from streamer.errors import (
     CheckpointError,
     ConfigError,
     CredentialsError,
+    DestinationError,
     LoadError,
     MissingDependencyError,
+    NoSpaceError,
     ObjectChangedError,
     ObjectNotFoundError,
     SourceError,
@@ -30,6 +32,8 @@ EXIT_CODES: tuple[tuple[type[StreamError], int, str], ...] = (
     (SourceError, 6, "the store cannot be reached, keeps failing or answers wrongly"),
     (LoadError, 8, "the bytes arrived but the model would not be right"),
     (MissingDependencyError, 9, "an optional package is not installed"),
+    (NoSpaceError, 11, "the folder to write to has too few bytes or inodes left"),
+    (DestinationError, 10, "the folder to write to is read-only, denies access or refuses otherwise"),
 )
 
 

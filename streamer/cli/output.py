@@ -9,7 +9,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from streamer.plan.timing import StoreModel
 
@@ -49,26 +59,57 @@ class Output:
             self.stderr.print(text, markup=False)
 
     @contextlib.contextmanager
-    def progress(self, what: str) -> Iterator[Callable[[int, int], None]]:
-        """Yield ``update(done, total)``: a bar on a terminal, a line every few seconds elsewhere."""
+    def progress(self, what: str, *, of_bytes: bool = False) -> Iterator[Callable[[int, int], None]]:
+        """Yield ``update(done, total)``: a bar on a terminal, a line every few seconds elsewhere.
+
+        Args:
+            of_bytes: what is counted; then rate and remaining time are shown.
+        """
         if self._quiet:
             yield lambda done, total: None
         elif self.stderr.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+            columns: list[ProgressColumn] = [TextColumn("{task.description}"), BarColumn()]
+            if of_bytes:
+                columns += [DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()]
+            else:
+                columns += [MofNCompleteColumn(), TimeElapsedColumn()]
             with Progress(*columns, console=self.stderr, transient=True) as bars:
                 task = bars.add_task(what, total=None)
                 yield lambda done, total: bars.update(task, completed=done, total=total)
         else:
-            last = time.monotonic()
+            lines = _Lines(what, of_bytes)
 
             def update(done: int, total: int) -> None:
-                nonlocal last
-                now = time.monotonic()
-                if now - last >= _LINE_SECONDS or done == total:
-                    last = now
-                    self.stderr.print(f"{what}: {done} of {total}", markup=False)
+                text = lines.line(done, total)
+                if text:
+                    self.stderr.print(text, markup=False)  # which flushes, too
 
             yield update
+
+
+class _Lines:
+    """Decides when there is a line to print, and what it says."""
+
+    def __init__(self, what: str, of_bytes: bool) -> None:
+        self._what = what
+        self._of_bytes = of_bytes
+        self._last = time.monotonic()
+        self._began: tuple[float, int] | None = None
+        self._is_over = False
+
+    def line(self, done: int, total: int) -> str:
+        now = time.monotonic()
+        if self._began is None:
+            self._began = now, done
+        if self._is_over or (now - self._last < _LINE_SECONDS and done != total):
+            return ""
+        self._last, self._is_over = now, done == total
+        if not self._of_bytes:
+            return f"{self._what}: {done} of {total}"
+        began, before = self._began
+        rate = (done - before) / max(now - began, 1e-3)
+        left = f", {(total - done) / rate:.0f} s left" if rate and done < total else ""
+        return f"{self._what}: {size_text(done)} of {size_text(total)}, {size_text(round(rate))}/s{left}"
 
 
 def size_text(nbytes: int) -> str:

@@ -15,7 +15,7 @@ from streamer.errors import CheckpointError
 from streamer.sources.base import ObjectInfo, Source
 from streamer.sources.tasks import FlatTaskGroup
 
-__all__ = ["OpenedCheckpoint", "read_checkpoint", "read_object"]
+__all__ = ["OpenedCheckpoint", "read_checkpoint", "read_index", "read_object"]
 
 
 class OpenedCheckpoint:
@@ -64,7 +64,7 @@ async def read_checkpoint(
     """
     items = {item.key: item for item in await (_stat_all(source, only, config.concurrency) if only else source.list())}
     listing = [Listed(item.key, item.size) for item in items.values()]
-    index = None if only else await _read_index(source, config, items, listing)
+    index = None if only else await read_index(source, config, items, listing)
     if only:
         selection = Selection(weights=tuple(listing), skipped=(), metadata=())
     else:
@@ -107,9 +107,18 @@ async def _stat_all(source: Source, keys: Sequence[str], concurrency: int) -> Se
     return [task.result() for task in tasks]
 
 
-async def _read_index(
-    source: Source, config: StreamConfig, items: dict[str, ObjectInfo], listing: Sequence[Listed]
+async def read_index(
+    source: Source, config: StreamConfig, items: Mapping[str, ObjectInfo], listing: Sequence[Listed]
 ) -> Index | None:
+    """Read the index to obey; None when there is none, or with ``index=ignore``.
+
+    Args:
+        items: what was listed, by key.
+        listing: the same.
+
+    Raises:
+        CheckpointError, SourceError: see `streamer.errors`.
+    """
     if config.index == "ignore":
         return None
     key = choose_index(listing)

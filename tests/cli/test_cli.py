@@ -172,7 +172,7 @@ def test_bad_input_ends_in_one_message_and_its_code(server: ObjectServer, tmp_pa
 def test_usage_errors_and_help() -> None:
     assert "No such command" in run("nonsense", code=2).stderr
     assert run("--version").stdout.startswith("s3stream 0.")
-    for command in ("demo", "inspect", "doctor", "bench", "plan", "explain"):
+    for command in ("demo", "inspect", "fetch", "doctor", "bench", "plan", "explain"):
         assert "--json" in run(command, "--help", COLUMNS="200", NO_COLOR="1", TERM="dumb").stdout
 
 

@@ -1,0 +1,38 @@
+"""Folders that ``s3stream fetch`` filled, as the plugin sees them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from streamer.artifacts.fetch import fetch
+from streamer.artifacts.metadata import Mode
+from tests.artifacts.fetching import ALL, OTHERS, URL, WEIGHTS, config_for, put_all
+from tests.servers.object_server import ObjectServer
+from vllm_s3stream.weights import Located, locate
+
+
+def _locate(server: ObjectServer, folder: Path, mode: Mode) -> Located:
+    put_all(server)
+    config = config_for(server)
+    fetch(URL, folder, config, mode=mode)
+
+    def from_hub(*_: object) -> tuple[str, list[str]]:
+        raise AssertionError("there is no need to ask the hub")
+
+    return locate(str(folder), None, None, config, from_hub)
+
+
+def test_weights_of_fetched_metadata_are_streamed_as_they_were_listed(server: ObjectServer, tmp_path: Path) -> None:
+    located = _locate(server, tmp_path, "metadata")
+    assert located.url == f"{URL}/"
+    assert located.folder == tmp_path
+    assert located.items is not None
+    assert {item.key for item in located.items} == {*ALL, *OTHERS}
+    assert all(item.pin == server.objects["models"][f"org/m/{item.key}"].etag for item in located.items)
+
+
+def test_weights_that_were_fetched_are_read_from_disk(server: ObjectServer, tmp_path: Path) -> None:
+    located = _locate(server, tmp_path, "all")
+    assert located.items is None
+    assert located.url == str(tmp_path)
+    assert set(WEIGHTS) <= set(located.keys)
