@@ -11,8 +11,8 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, BertModel
 
 import streamer
+from tests.servers.s3_client import s3_client
 from tests.servers.seaweed import SeaweedServer
-from tests.sources.test_conformance import s3_client
 
 SENTENCES = ["Each rank reads only its bytes.", "A broken store never gives a wrong model.", "模型"]
 

@@ -18,7 +18,7 @@ from streamer.dryrun import DryRun, PlannedCopy, dry_run
 from streamer.engines import ParallelLayout, find_engine
 from streamer.errors import ConfigError
 from streamer.fetch.dtypes import torch_shape
-from streamer.fetch.engine import FetchEngine, part_of, request_bytes_for
+from streamer.fetch.engine import FetchEngine, part_of, request_bytes_for, slab_bytes_for
 from streamer.plan.sharing import Span, partition
 from streamer.plan.timing import StoreModel, predict_node_seconds, project
 from streamer.plan.windows import Window
@@ -104,6 +104,9 @@ def run_plan(question: Question, config: StreamConfig, output: Output, store: St
         for first in range(0, layout.ranks, layout.tensor):
             stage = slice(first, first + layout.tensor)
             reads[stage] = _share(ranks[stage], spans[stage], checkpoint, part_of(config, layout.tensor))
+    # What is shared is staged, so that there are no more requests at once than slots.
+    part = part_of(config, layout.tensor) if is_shared else config
+    most = min(config.max_concurrency, part.buffer_bytes // slab_bytes_for(part))
     node_bytes = sum(row["fetch_bytes"] for row in ranks)
     node_requests = sum(row["requests"] for row in ranks)
     document = {
@@ -121,7 +124,7 @@ def run_plan(question: Question, config: StreamConfig, output: Output, store: St
         "ranks": [ranks[rank] for rank in shown],
         "floor_seconds": {f"{gbit}_gbit": round(node_bytes * 8 / (gbit * 1e9), 3) for gbit in _LINKS_GBIT},
         "model": model_document(store),
-        "predicted_seconds": round(predict_node_seconds(reads, config.concurrency, store), 3),
+        "predicted_seconds": round(predict_node_seconds(reads, config.concurrency, store, most), 3),
         "projection": _project(reads, config, store, output),
         "materialised": materialised,
         "ignored": ignored,

@@ -12,7 +12,7 @@ import heapq
 import math
 import random
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from streamer.config import StreamConfig
@@ -34,6 +34,10 @@ REQUESTS_PER_SECOND_PER_PREFIX = 5500
 #: Of `streamer.transport.pressure`, which a pure module cannot import; tests hold it and the waits to the original.
 _THROTTLED_FACTOR = 2 / 3
 _FIRST_ROUND_SECONDS = 0.1
+#: Of `streamer.transport.climb`, likewise.
+_CLIMB_FACTOR = 2
+_CLIMB_LEAST_GAIN = 1.15
+_CLIMB_WINDOW_SECONDS = 0.25
 
 #: With more requests than this, fewer nodes are simulated, against their share of the limit; but never only one.
 _MOST_SIMULATED = 50_000
@@ -78,7 +82,9 @@ class StoreModel:
         return self.first_byte_seconds + (nbytes / self.link_bytes_per_second if self.link_bytes_per_second else 0.0)
 
 
-def predict_seconds(reads: Iterable[int], concurrency: int, model: StoreModel) -> float:
+def predict_seconds(
+    reads: Sequence[int], concurrency: int, model: StoreModel, most: int | None = None, sharers: int = 1
+) -> float:
     """Return how long `reads` take on one machine.
 
     Each goes to the connection that is free first, in order (list scheduling), and the whole is no faster than the
@@ -87,23 +93,50 @@ def predict_seconds(reads: Iterable[int], concurrency: int, model: StoreModel) -
     Args:
         reads: bytes of each request.
         concurrency: connections, at least 1.
+        most: how many they may become, by doubling for as long as that brings more (`streamer.transport.climb`).
+        sharers: how many do the same at the other ends of the link, so that more connections find it full earlier.
     """
     free = [0.0] * concurrency
-    total = 0
+    total = sum(reads)
+    openings = _openings(concurrency, most or 0, total / max(1, len(reads)), model, sharers)
     for nbytes in reads:
+        while openings and openings[0][0] <= free[0]:
+            opened_at, count = openings.popleft()
+            for _ in range(count):
+                heapq.heappush(free, opened_at)
         heapq.heapreplace(free, free[0] + model.request_seconds(nbytes))
-        total += nbytes
     return max(*free, model.link_seconds(total))
 
 
-def predict_node_seconds(reads: Sequence[Sequence[int]], concurrency: int, model: StoreModel) -> float:
+def _openings(concurrency: int, most: int, nbytes: float, model: StoreModel, sharers: int) -> deque[tuple[float, int]]:
+    """Return when how many more connections join, whose requests are of `nbytes`."""
+    found: deque[tuple[float, int]] = deque()
+    seconds = model.request_seconds(nbytes)
+    link = (model.link_bytes_per_second or math.inf) / sharers
+    at, count = 0.0, concurrency
+    while count < most and nbytes:
+        more = min(most, _CLIMB_FACTOR * count)
+        rates = [min(number * nbytes / seconds, link) for number in (count, more)]
+        if rates[1] < _CLIMB_LEAST_GAIN * rates[0]:
+            break  # tried and taken back, at the cost of nothing: the link is full
+        at += 2 * max(_CLIMB_WINDOW_SECONDS, 2 * seconds)  # one that is not counted, and one that is
+        found.append((at, more - count))
+        count = more
+    return found
+
+
+def predict_node_seconds(
+    reads: Sequence[Sequence[int]], concurrency: int, model: StoreModel, most: int | None = None
+) -> float:
     """Return when the slowest of a node's ranks is done; they share its link.
 
     Args:
         reads: of each rank, as for `predict_seconds`.
         concurrency: connections of each rank.
+        most: how many each rank's may become.
     """
-    slowest = max((predict_seconds(own, concurrency, model) for own in reads), default=0.0)
+    sharers = max(1, sum(1 for own in reads if own))
+    slowest = max((predict_seconds(own, concurrency, model, most, sharers) for own in reads), default=0.0)
     return max(slowest, model.link_seconds(sum(map(sum, reads))))
 
 

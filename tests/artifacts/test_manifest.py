@@ -25,7 +25,7 @@ from streamer.report import LoadReport
 from streamer.sources.base import ObjectInfo
 from streamer.sources.memory import MemorySource
 from tests.servers.object_server import ObjectServer
-from tests.sources.test_conformance import s3_client
+from tests.servers.s3_client import s3_client
 from tests.trace.loading import Model
 
 BLOCK = 4096

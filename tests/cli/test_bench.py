@@ -18,7 +18,7 @@ from streamer.plan.timing import StoreModel, predict_seconds
 from tests.cli.test_cli import run, run_json
 from tests.files import entry, raw_file
 from tests.servers.object_server import Fault, ObjectServer, error_response
-from tests.sources.test_conformance import s3_client
+from tests.servers.s3_client import s3_client
 from tests.sparse import LLAMA_3_70B, llama_3_70b, write_sparse
 
 MIB = 1 << 20
@@ -196,7 +196,7 @@ def _layer(name: str) -> int:
 @pytest.mark.parametrize("share", ["auto", "off"])
 def test_plan_predicts_from_the_requests_of_its_ranks(llama: Path, share: str) -> None:
     """One connection makes the arithmetic easy."""
-    options = ("--tp", "2", "--rank", "1", "-o", "concurrency=1", "-o", f"share={share}")
+    options = ("--tp", "2", "--rank", "1", "-o", "concurrency=1", "-o", "max_concurrency=1", "-o", f"share={share}")
     plan = run_json("plan", str(llama), *options, "--first-byte-ms", "20", "--connection-mbps", "50")
     (row,) = plan["ranks"]
     both = plan["node_requests"] * 0.02 + plan["node_bytes"] / 50e6

@@ -17,8 +17,8 @@ from tests.credentials.ways import WAYS, Setup
 from tests.doctor.looking import FILES, check_of, everything, failed, look, put_model
 from tests.servers.object_server import Fault, ObjectServer, Request, Response, error_response
 from tests.servers.proxy import Proxy
+from tests.servers.s3_client import s3_client
 from tests.servers.seaweed import SeaweedServer
-from tests.sources.test_conformance import s3_client
 
 MADE = ["list", "head", "read", "pin", "checkpoint", "throughput"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import deque
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +14,7 @@ from streamer.config import StreamConfig
 from streamer.errors import ConfigError
 from streamer.plan import timing
 from streamer.plan.timing import Projection, StoreModel, predict_node_seconds, predict_seconds, project
+from streamer.transport.climb import Climb
 from streamer.transport.pressure import Pressure
 from streamer.transport.retry import RetryPolicy
 
@@ -70,6 +72,37 @@ def test_what_can_only_take_longer(sizes: list[int], concurrency: int, model: St
     assert predict_seconds(sizes, concurrency, StoreModel(first, rate / 2, link)) >= seconds
     assert predict_seconds(sizes, concurrency, StoreModel(first, rate, (link or 1e6) / 2)) >= seconds
     assert predict_seconds(sizes, concurrency + 1, model) * (1 - 1e-9) <= seconds / (1 - 1e-9)
+
+
+def test_connections_are_doubled_while_that_brings_more() -> None:
+    """8 MB at 90 MB/s and 30 ms are 0.119 s: a level lasts half a second, and each of 32 brings 67 MB/s."""
+    assert timing._openings(32, 128, 8e6, S3, 1) == deque([(0.5, 32), (1.0, 64)])
+    assert timing._openings(32, 100, 8e6, S3, 1) == deque([(0.5, 32), (1.0, 36)])
+    full = StoreModel(0.03, 90e6, 2.2e9)
+    assert not timing._openings(32, 128, 8e6, full, 1), "32 come to 2.15 GB/s"
+    assert timing._openings(32, 128, 8e6, StoreModel(0.03, 90e6, 4e9), 1) == deque([(0.5, 32)])
+    assert not timing._openings(32, 128, 8e6, StoreModel(0.03, 90e6, 4e9), 2)
+    slow = [8_000_000] * 4000
+    assert predict_seconds(slow, 32, S3) == pytest.approx(4000 / 32 * S3.request_seconds(8e6))
+    assert 0.25 < predict_seconds(slow, 32, S3, 128) / predict_seconds(slow, 32, S3) < 0.35
+    assert predict_seconds(slow[:100], 32, S3, 128) == predict_seconds(slow[:100], 32, S3), "over before it can matter"
+    assert predict_seconds(slow, 32, S3, 32) == predict_seconds(slow, 32, S3)
+
+
+@pytest.mark.parametrize("link", [None, 20e9, 9e9, 4.5e9, 2.5e9])
+def test_they_are_as_many_as_the_client_would_make_them(link: float | None) -> None:
+    model = StoreModel(0.03, 90e6, link)
+    seconds, climb, now, count = model.request_seconds(8e6), Climb(32, 128), 0.0, 0
+    while now < 10:
+        now += 1 / min(climb.limit / seconds, (link or math.inf) / 8e6)
+        climb.note(8_000_000, now, is_full=True)
+    count = 32 + sum(more for _, more in timing._openings(32, 128, 8e6, model, 1))
+    assert climb.limit == count
+
+
+@given(reads, st.integers(1, 9), models, st.integers(1, 40))
+def test_more_connections_are_never_slower(sizes: list[int], concurrency: int, model: StoreModel, most: int) -> None:
+    assert predict_seconds(sizes, concurrency, model, most) <= predict_seconds(sizes, concurrency, model) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("numbers", [(-1.0, 1.0, None), (math.nan, 1.0, None), (0.0, 0.0, None), (0.0, 1.0, 0.0)])

@@ -36,8 +36,8 @@ from streamer.sources.s3 import S3Source
 from streamer.sources.s3_url import parse_s3_url
 from tests.servers.checksums import DIGESTS, attributes_response, keep
 from tests.servers.object_server import Fault, ObjectServer, Request, Response, error_response
+from tests.servers.s3_client import s3_client
 from tests.servers.seaweed import SeaweedServer
-from tests.sources.test_conformance import s3_client
 from tests.trace.loading import Model
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"

@@ -8,21 +8,20 @@ import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import boto3
 import fsspec
 import pytest
-from botocore.config import Config
 
 from streamer.config import StreamConfig
 from streamer.errors import ConfigError, CredentialsError, ObjectChangedError, ObjectNotFoundError, SourceError
 from streamer.sources import ObjectInfo, Source, open_source
 from streamer.sources.memory import MemorySource
-from tests.conftest import ACCESS_KEY, SECRET_KEY
+from tests.conftest import SECRET_KEY
 from tests.servers.fake_gcs import FakeGcs
 from tests.servers.gcs import GcsServer
 from tests.servers.object_server import ObjectServer
+from tests.servers.s3_client import s3_client
 from tests.servers.seaweed import SeaweedServer
 
 T = TypeVar("T")
@@ -52,17 +51,6 @@ class Store:
     put: Callable[[Mapping[str, bytes]], None]
     """Write objects below the root, replacing those of equal key."""
     open: Callable[[], Source]
-
-
-def s3_client(endpoint: str) -> Any:
-    return boto3.client(
-        "s3",
-        endpoint_url=endpoint,
-        region_name="us-east-1",
-        aws_access_key_id=ACCESS_KEY,
-        aws_secret_access_key=SECRET_KEY,
-        config=Config(proxies={}, s3={"addressing_style": "path"}),
-    )
 
 
 def s3_store(endpoint: str, transport: str, put: Callable[[str, str, bytes], None], bucket: str) -> Store:

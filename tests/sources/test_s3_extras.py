@@ -14,8 +14,8 @@ from streamer.config import StreamConfig
 from streamer.errors import AccessDeniedError, ConfigError, StreamError
 from streamer.sources import open_source
 from tests.servers.object_server import Fault, ObjectServer, Request, Response, error_response
+from tests.servers.s3_client import s3_client
 from tests.servers.seaweed import SeaweedServer
-from tests.sources.test_conformance import s3_client
 
 BODY = os.urandom(5000)
 

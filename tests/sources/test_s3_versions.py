@@ -22,7 +22,7 @@ from streamer.sources import ObjectInfo, open_source
 from streamer.sources.pinned import PinnedSource
 from tests.faults.loading import OBJECTS, OPTIONS, load_once
 from tests.servers.object_server import Fault, ObjectServer, Request, Response, error_response
-from tests.sources.test_conformance import s3_client
+from tests.servers.s3_client import s3_client
 
 OLD, NEW = b"old bytes " * 500, b"new bytes " * 500
 SCRAMBLE = bytes(255 - value for value in range(256))

@@ -14,8 +14,8 @@ import pytest
 
 from tests.conftest import ACCESS_KEY, SECRET_KEY
 from tests.servers.object_server import Fault, ObjectServer, Request, Response, error_response
+from tests.servers.s3_client import s3_client
 from tests.servers.seaweed import SeaweedServer
-from tests.sources.test_conformance import s3_client
 from tests.test_minilm import SENTENCES, checkpoint_folder
 from tests.vllm import serving
 from tests.vllm.serving import Answer, EngineHost, Server
