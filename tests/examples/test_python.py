@@ -96,7 +96,7 @@ def test_transformers_causal_model(server: ObjectServer, tmp_path: Path, tied: b
         tie_word_embeddings=tied,
         initializer_range=0.3,
     )
-    local: Any = LlamaForCausalLM(config).eval()
+    local: Any = LlamaForCausalLM(config).eval()  # type: ignore[no-untyped-call]
     local.save_pretrained(tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "special_tokens_map.json"):
         if (found := checkpoint_folder() / name).exists():
