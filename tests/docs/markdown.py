@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["DOCUMENTS", "ROOT", "Block", "Command", "blocks", "commands", "named_options"]
+__all__ = ["DOCUMENTS", "ROOT", "Block", "Command", "blocks", "calls", "commands", "named_options"]
 
 ROOT = Path(__file__).parent.parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -65,10 +65,11 @@ def commands(document: Path) -> Iterator[Command]:
         if block.language in {"bash", "console"}:
             lines += block.text.replace("\\\n", " ").splitlines()
     for line in lines:
-        yield from _calls(line)
+        yield from calls(line)
 
 
-def _calls(line: str) -> Iterator[Command]:
+def calls(line: str) -> Iterator[Command]:
+    """Yield the calls of s3stream in one line of a shell, or of a synopsis."""
     # Brackets and bars of a synopsis are not part of what is typed.
     for part in re.split(r"&&|\|\||;|(?<!\\)\|", line):
         try:

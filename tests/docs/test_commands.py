@@ -15,9 +15,12 @@ import pytest
 import typer
 
 from streamer.cli.app import app
+from streamer.cli.exit_codes import EXIT_CODES
+from streamer.cli.help_text import EXAMPLES
 from streamer.cli.store import start_store
 from streamer.config import StreamConfig
-from tests.docs.markdown import DOCUMENTS, ROOT, Block, Command, blocks, commands, named_options
+from tests.cli.test_cli import run
+from tests.docs.markdown import DOCUMENTS, ROOT, Block, Command, blocks, calls, commands, named_options
 from tests.sources.test_conformance import s3_client
 from tests.sparse import LLAMA_3_70B, Tensor, write_sparse
 
@@ -133,6 +136,31 @@ def test_commands_and_options_exist(document: Path) -> None:
         assert known(command), f"{document.name}: {command}"
     options = {field.name for field in dataclasses.fields(StreamConfig)} | PLUGIN_OPTIONS
     assert set(named_options(document)) <= options
+
+
+def test_help_explains_every_command_and_option() -> None:
+    group: Any = typer.main.get_command(app)
+    assert set(EXAMPLES) == set(group.commands)
+    for _, code, meaning in EXIT_CODES:
+        assert re.search(rf"^- {code}: .*{meaning}", group.epilog, re.M)
+    for name, command in group.commands.items():
+        assert len(command.help) > 80, name
+        for example in EXAMPLES[name]:
+            assert example in command.epilog
+            (call,) = calls(example)
+            assert call.name == name
+            assert known(call), example
+        for parameter in command.params:
+            assert parameter.help, f"{name} {parameter.name}"
+            assert len(parameter.help.split()) > 3, f"{name} {parameter.name}"
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_help_is_laid_out_for_reading(name: str) -> None:
+    text = run(name, "--help", COLUMNS="200", NO_COLOR="1", TERM="dumb").stdout
+    lines = [line.strip() for line in text.splitlines()]
+    assert set(EXAMPLES[name]) <= set(lines), "each example is a line of its own"
+    assert "`" not in text
 
 
 def test_commands_are_found_in_blocks_and_text(tmp_path: Path) -> None:
