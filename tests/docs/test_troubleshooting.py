@@ -22,10 +22,12 @@ def texts() -> tuple[str, ...]:
     found = []
     for folder in ("streamer", "plugins"):
         for path in (ROOT / folder).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
+            tree = ast.parse(path.read_text())
+            docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+            for node in ast.walk(tree):
                 if isinstance(node, ast.JoinedStr):
                     found.append("".join(str(v.value) if isinstance(v, ast.Constant) else "…" for v in node.values))
-                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
                     found.append(node.value)
     return tuple(found)
 
