@@ -54,11 +54,14 @@ def test_requests_in_flight_are_those_of_the_code() -> None:
 
 def test_costs_of_a_start_are_those_of_plan(tmp_path: Path) -> None:
     write_sparse(tmp_path, llama_3_70b(), LLAMA_3_70B)
-    rows = re.findall(r"^\| (none|`\w+=.+`) \| ([\d.]+) GB \| (\d+) \| ([\d.]+) \|$", OPERATIONS, re.M)
-    assert len(rows) == 4
-    for options, gigabytes, requests, dollars in rows:
+    cells = r"([\d.]+) GB \| (\d+) \| ([\d.]+) \| (\d+) \| (\d+)"
+    rows = re.findall(rf"^\| (none|`\w+=.+`) \| {cells} \|$", OPERATIONS, re.M)
+    assert len(rows) == 5
+    for options, gigabytes, requests, dollars, seconds, gave_up in rows:
         given = [word for option in re.findall(r"`(.+?)`", options) for word in ("--option", option)]
         plan = run_json("plan", str(tmp_path), "--tp", "8", "--rank", "0", *given)
         assert f"{plan['node_bytes'] / 1e9:.2f}" == gigabytes
         assert plan["node_requests"] == int(requests)
         assert f"{int(requests) * DOLLARS_PER_REQUEST:.4f}" == dollars
+        (fleet,) = (row for row in plan["projection"] if row["nodes"] == 64)
+        assert (round(fleet["seconds"]), fleet["gave_up"]) == (int(seconds), int(gave_up))
