@@ -11,6 +11,7 @@ import typer
 
 from streamer import __version__
 from streamer.cli.exit_codes import FAILED, exit_code
+from streamer.cli.help_text import epilog, exit_codes
 from streamer.cli.output import Output
 from streamer.config import StreamConfig, parse_byte_count
 from streamer.errors import ConfigError, StreamError
@@ -19,28 +20,50 @@ __all__ = ["app"]
 
 app = typer.Typer(
     help="Load LLM weights straight from object storage, each rank only the bytes it needs.",
+    epilog=exit_codes(),
+    rich_markup_mode="markdown",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 
 Url = Annotated[str, typer.Argument(help="s3://bucket/folder, gs://bucket/folder, a path, or any URL of fsspec")]
-Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document to stdout, instead of text.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr; errors still go there.")]
 Options = Annotated[
     list[str] | None,
-    typer.Option("--option", "-o", metavar="KEY=VALUE", help="Any option of StreamConfig; may be repeated."),
+    typer.Option(
+        "--option",
+        "-o",
+        metavar="KEY=VALUE",
+        help="Any option of StreamConfig, such as buffer_bytes=4GiB, for which S3STREAM_BUFFER_BYTES is the variable; "
+        "may be repeated.",
+    ),
 ]
-Endpoint = Annotated[str | None, typer.Option(help="Endpoint of the store, for others than AWS and Google.")]
-Region = Annotated[str | None, typer.Option(help="Region of the bucket.")]
-Profile = Annotated[str | None, typer.Option(help="Profile of the shared AWS configuration.")]
-Anonymous = Annotated[bool, typer.Option("--anonymous", help="Look for no credentials, for public buckets.")]
-IgnoreIndex = Annotated[bool, typer.Option("--ignore-index", help="Go by the files' headers alone.")]
-TensorParallel = Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel size.")]
-PipelineParallel = Annotated[int, typer.Option("--pp", min=1, help="Pipeline-parallel size.")]
-Experts = Annotated[bool, typer.Option("--ep", help="Spread whole experts over the ranks.")]
-Rank = Annotated[int | None, typer.Option(min=0, help="Show this rank only.")]
-EngineName = Annotated[str, typer.Option("--engine", help="Whose loading code to trace.")]
+Endpoint = Annotated[str | None, typer.Option(help="URL of the store's API, for others than AWS and Google.")]
+Region = Annotated[str | None, typer.Option(help="Region of the bucket; if not given, found as the AWS CLI finds it.")]
+Profile = Annotated[
+    str | None, typer.Option(help="Profile of the shared AWS configuration, for credentials and endpoint.")
+]
+Anonymous = Annotated[
+    bool, typer.Option("--anonymous", help="Sign nothing and look for no credentials, for public buckets.")
+]
+IgnoreIndex = Annotated[
+    bool, typer.Option("--ignore-index", help="Go by the files' headers alone, without the index beside them.")
+]
+TensorParallel = Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel size: ranks that split each layer.")]
+PipelineParallel = Annotated[
+    int, typer.Option("--pp", min=1, help="Pipeline-parallel size: stages that the layers are dealt to.")
+]
+Experts = Annotated[bool, typer.Option("--ep", help="Spread whole experts over the ranks, instead of splitting each.")]
+Rank = Annotated[int | None, typer.Option(min=0, help="Show this rank only, counted from 0.")]
+EngineName = Annotated[
+    str,
+    typer.Option(
+        "--engine",
+        help="Whose loading code to trace: reference (Llama, Mistral, Qwen2), or vllm where that is installed.",
+    ),
+]
 
 
 def _version(wanted: bool) -> None:
@@ -52,7 +75,7 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     """Load LLM weights straight from object storage, each rank only the bytes it needs."""
@@ -92,7 +115,7 @@ def _config(
     return StreamConfig.resolve(values)
 
 
-@app.command()
+@app.command(epilog=epilog("demo"))
 def demo(tp: TensorParallel = 2, json: Json = False, quiet: Quiet = False) -> None:
     """Show the main job: load a sharded checkpoint from an S3 store into a tensor-parallel model.
 
@@ -106,7 +129,7 @@ def demo(tp: TensorParallel = 2, json: Json = False, quiet: Quiet = False) -> No
             raise typer.Exit(1)
 
 
-@app.command()
+@app.command(epilog=epilog("inspect"))
 def inspect(
     url: Url,
     json: Json = False,
@@ -118,16 +141,23 @@ def inspect(
     anonymous: Anonymous = False,
     ignore_index: IgnoreIndex = False,
 ) -> None:
-    """Show what a checkpoint holds, and what would be skipped and why. Reads headers only."""
+    """Show what a checkpoint holds, and what would be skipped and why. Reads headers only.
+
+    Index and headers are compared in both directions; a shard that is missing or damaged is an error that names it.
+    Needs no torch.
+    """
     with _reporting(json, quiet) as output:
         from streamer.cli.inspect import run_inspect
 
         run_inspect(url, _config(option, endpoint_url, region, profile, anonymous, ignore_index), output)
 
 
-@app.command()
+@app.command(epilog=epilog("fetch"))
 def fetch(
-    pairs: Annotated[list[str], typer.Argument(metavar="SRC DEST [SRC DEST ...]", help="A URL and a folder for it.")],
+    pairs: Annotated[
+        list[str],
+        typer.Argument(metavar="SRC DEST [SRC DEST ...]", help="A URL and the folder for it, as often as you like."),
+    ],
     mode: Annotated[
         str | None,
         typer.Option(
@@ -137,9 +167,12 @@ def fetch(
     ] = None,
     check: Annotated[
         bool,
-        typer.Option("--check", help="Say whether the folders are complete, without the network. SRC may be left out."),
+        typer.Option(
+            "--check",
+            help="Say whether the folders are complete, without the network, for probes. SRC may be left out.",
+        ),
     ] = False,
-    max_bytes: Annotated[str | None, typer.Option(help="Fail if there is more to hold, such as 20GiB.")] = None,
+    max_bytes: Annotated[str | None, typer.Option(help="Fetch nothing if it is more than this, such as 20GiB.")] = None,
     json: Json = False,
     quiet: Quiet = False,
     option: Options = None,
@@ -152,7 +185,7 @@ def fetch(
     """Fill folders with checkpoints, or with what an engine needs beside the weights: an init container.
 
     May be killed at any time; started again, it goes on where it was. The folder says which versions of the weights
-    belong to it, and engines stream these.
+    belong to it, and engines stream these. Needs no torch.
     """
     with _reporting(json, quiet) as output:
         from streamer.cli.fetch import parse_mode, run_check, run_fetch
@@ -167,11 +200,13 @@ def fetch(
         run_fetch(pairs, config, output, mode=wanted, max_bytes=limit)
 
 
-@app.command()
+@app.command(epilog=epilog("verify"))
 def verify(
     url: Url,
-    write: Annotated[bool, typer.Option("--write", help="Write the manifest beside the weights.")] = False,
-    output: Annotated[Path | None, typer.Option(help="Write the manifest to this file instead.")] = None,
+    write: Annotated[
+        bool, typer.Option("--write", help="Make the manifest anew and write it beside the weights.")
+    ] = False,
+    output: Annotated[Path | None, typer.Option(help="Make the manifest anew and write it to this file.")] = None,
     json: Json = False,
     quiet: Quiet = False,
     option: Options = None,
@@ -183,8 +218,8 @@ def verify(
 ) -> None:
     """Read a whole checkpoint and hold every tensor against its manifest, or make the manifest.
 
-    Files for which S3 keeps a checksum are held against that as well.
-    Loads with integrity=manifest check the digests of what they fetch.
+    Files for which S3 keeps a checksum are held against that as well. Loads with integrity=manifest then check the
+    digests of what they fetch. A difference ends in exit code 1 and names the tensors. Needs no torch.
     """
     with _reporting(json, quiet) as printed:
         from streamer.cli.verify import run_verify
@@ -194,7 +229,7 @@ def verify(
             raise typer.Exit(FAILED)
 
 
-@app.command()
+@app.command(epilog=epilog("doctor"))
 def doctor(
     url: Url,
     json: Json = False,
@@ -205,7 +240,11 @@ def doctor(
     profile: Profile = None,
     anonymous: Anonymous = False,
 ) -> None:
-    """Say what stands between this machine and a checkpoint: settings, network, identity, access; and what to do."""
+    """Say what stands between this machine and a checkpoint: settings, network, identity, access; and what to do.
+
+    Goes the way of a load, one step at a time, and prints no secret. The exit code is that of the first failure.
+    Needs no torch.
+    """
     with _reporting(json, quiet) as output:
         from streamer.cli.doctor import run_doctor
 
@@ -214,13 +253,13 @@ def doctor(
             raise typer.Exit(code)
 
 
-@app.command()
+@app.command(epilog=epilog("bench"))
 def bench(
     url: Url,
-    concurrency: Annotated[str, typer.Option(help="Requests in flight, several numbers.")] = "8,32,64",
-    sizes: Annotated[str, typer.Option(help="Bytes of a request, several sizes.")] = "1MiB,8MiB",
-    seconds: Annotated[float, typer.Option(help="How long to measure each pair.")] = 3.0,
-    max_bytes: Annotated[str, typer.Option(help="Read no more than this in all.")] = "20GiB",
+    concurrency: Annotated[str, typer.Option(help="Requests in flight to try, as numbers with commas.")] = "8,32,64",
+    sizes: Annotated[str, typer.Option(help="Sizes of a request to try, with commas.")] = "1MiB,8MiB",
+    seconds: Annotated[float, typer.Option(help="Seconds to measure each pair of the two.")] = 3.0,
+    max_bytes: Annotated[str, typer.Option(help="Read no more than this in all, whatever the rest says.")] = "20GiB",
     json: Json = False,
     quiet: Quiet = False,
     option: Options = None,
@@ -230,7 +269,10 @@ def bench(
     anonymous: Anonymous = False,
     ignore_index: IgnoreIndex = False,
 ) -> None:
-    """Measure this store from this machine, with ranges of a checkpoint's weights, and say which options suit it."""
+    """Measure this store from this machine, with ranges of a checkpoint's weights, and say which options suit it.
+
+    What is read costs requests and traffic as a load's reads do, and is not kept. Needs no torch.
+    """
     with _reporting(json, quiet) as output:
         from streamer.cli.bench import run_bench
         from streamer.cli.measure import Grid
@@ -239,7 +281,7 @@ def bench(
         run_bench(url, config, Grid.parse(concurrency, sizes, seconds, max_bytes), output)
 
 
-@app.command()
+@app.command(epilog=epilog("plan"))
 def plan(
     url: Url,
     tp: TensorParallel = 1,
@@ -275,7 +317,7 @@ def plan(
         run_plan(Question(url, engine, ParallelLayout(tp, pp, ep), rank), config, output, store)
 
 
-@app.command()
+@app.command(epilog=epilog("explain"))
 def explain(
     url: Url,
     name: Annotated[str, typer.Argument(help="A tensor of the checkpoint.")],
@@ -293,7 +335,10 @@ def explain(
     anonymous: Anonymous = False,
     ignore_index: IgnoreIndex = False,
 ) -> None:
-    """Show where one tensor's bytes go: which of its rows, into which rows of which parameter, per rank."""
+    """Show where one tensor's bytes go: which of its rows, into which rows of which parameter, per rank.
+
+    The engine's own loading code says so, on parameters without memory.
+    """
     with _reporting(json, quiet) as output:
         from streamer.cli.plan import Question, run_explain
         from streamer.engines import ParallelLayout
