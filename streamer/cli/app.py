@@ -140,6 +140,13 @@ def fetch(
         typer.Option("--check", help="Say whether the folders are complete, without the network. SRC may be left out."),
     ] = False,
     max_bytes: Annotated[str | None, typer.Option(help="Fail if there is more to hold, such as 20GiB.")] = None,
+    rank: Annotated[
+        list[int] | None, typer.Option(min=0, help="Of the weights, only what this rank needs; may be repeated.")
+    ] = None,
+    engine: EngineName = "reference",
+    tp: TensorParallel = 1,
+    pp: PipelineParallel = 1,
+    ep: Experts = False,
     json: Json = False,
     quiet: Quiet = False,
     option: Options = None,
@@ -152,19 +159,20 @@ def fetch(
     """Fill folders with checkpoints, or with what an engine needs beside the weights: an init container.
 
     May be killed at any time; started again, it goes on where it was. The folder says which versions of the weights
-    belong to it, and engines stream these.
+    belong to it, and engines stream these. With --rank, only s3stream reads the weights, and loads these ranks alone.
     """
     with _reporting(json, quiet) as output:
-        from streamer.cli.fetch import parse_mode, run_check, run_fetch
+        from streamer.cli.fetch import parse_layout, parse_mode, run_check, run_fetch
 
         wanted = parse_mode(mode)
+        layout = parse_layout(rank or (), engine, tp, pp, ep, wanted)
         if check:
-            if not run_check(pairs, output, mode=wanted):
+            if not run_check(pairs, output, mode=wanted, layout=layout):
                 raise typer.Exit(FAILED)
             return
         config = _config(option, endpoint_url, region, profile, anonymous, ignore_index)
         limit = None if max_bytes is None else parse_byte_count(max_bytes)
-        run_fetch(pairs, config, output, mode=wanted, max_bytes=limit)
+        run_fetch(pairs, config, output, mode=wanted, layout=layout, max_bytes=limit)
 
 
 @app.command()
