@@ -24,8 +24,10 @@ from streamer.artifacts.metadata import PINS_FILE, read_marker
 from streamer.checkpoint.manifest import MANIFEST_KEY
 from streamer.config import StreamConfig
 from streamer.errors import (
+    AccessDeniedError,
     ConfigError,
     DestinationError,
+    IncompleteCheckpointError,
     NoSpaceError,
     NotFetchedError,
     ObjectChangedError,
@@ -51,7 +53,7 @@ from tests.artifacts.rank_fetching import (
     planned,
     put,
 )
-from tests.servers.object_server import ObjectServer
+from tests.servers.object_server import Fault, ObjectServer, Request, Response, error_response
 
 RANK_OPTIONS = ("--mode", "weights", "--tp", str(TP), "-o", f"coalesce_gap_bytes={GAP}")
 
@@ -140,6 +142,35 @@ def test_the_rest_completes_the_folder(stored: ObjectServer, tmp_path: Path, mod
     assert_loads(tmp_path, 0, config)
     assert fetch_for(stored, tmp_path, 1, mode=mode).fetched_bytes == 0, "a whole folder has what any rank needs"
     assert tree(tmp_path) == expected
+
+
+def test_a_completion_that_fails_leaves_no_marker_and_ranks_can_be_fetched_for_again(
+    stored: ObjectServer, tmp_path: Path
+) -> None:
+    tmp_path /= "m"
+    config = options(stored, concurrency=1)
+    fetch_for(stored, tmp_path, 0)
+    first, second = SHARDS
+
+    def refuse(request: Request, response: Response) -> Response:
+        return error_response(403, "AccessDenied")
+
+    stored.faults = [Fault(refuse, key=f"org/m/{second}", method="GET", times=None)]
+    with pytest.raises(AccessDeniedError):
+        fetch(URL, tmp_path, config, mode="weights")
+    assert tree(tmp_path) == {first: SHARDS[first], INDEX: WEIGHTS[INDEX]}
+    assert read_marker(tmp_path) is None, "it would speak of a file that has its name now"
+    with pytest.raises(IncompleteCheckpointError):
+        load(str(tmp_path), 0, config)
+    stored.faults = []
+    again = fetch_for(stored, tmp_path, 0, 1)
+    assert partial_in(tmp_path).files.keys() == {second}
+    assert again.skipped == 2
+    assert_true(tmp_path)
+    for rank in (0, 1):
+        assert_loads(tmp_path, rank, config)
+    with pytest.raises(NotFetchedError):
+        load(str(tmp_path), 3, config)
 
 
 def test_all_ranks_alone_need_all_of_the_file_which_gets_its_name(stored: ObjectServer, tmp_path: Path) -> None:
