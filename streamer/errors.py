@@ -14,6 +14,7 @@
     │   ├── AccessDeniedError (PermissionError)
     │   ├── CredentialsError (PermissionError)
     │   ├── ObjectChangedError                 replaced or deleted while we were reading it
+    │   ├── NotFetchedError                    bytes that a folder, fetched for some ranks, does not hold
     │   ├── IntegrityError                     bytes that a manifest or a stored checksum contradicts
     │   ├── BadResponseError                   an answer that contradicts the request
     │   └── SourceUnavailableError             still failing after every allowed retry
@@ -47,6 +48,7 @@ __all__ = [
     "MissingDependencyError",
     "MissingParametersError",
     "NoSpaceError",
+    "NotFetchedError",
     "ObjectChangedError",
     "ObjectNotFoundError",
     "SourceError",
@@ -191,6 +193,10 @@ class CredentialsError(SourceError, PermissionError):
 
 class ObjectChangedError(SourceError):
     """The object was replaced, truncated or deleted during the load. Never retried."""
+
+
+class NotFetchedError(SourceError):
+    """The folder was fetched for some ranks, and does not hold these bytes of a file. Never retried."""
 
 
 class BadResponseError(SourceError):

@@ -17,6 +17,7 @@ from streamer.config import StreamConfig
 from streamer.errors import CheckpointError, UnsupportedCheckpointError, shorten
 from streamer.sources import Source, open_source
 from streamer.sources.base import ObjectInfo
+from streamer.sources.partial import find_partial
 from streamer.sources.pinned import PinnedSource
 from vllm_s3stream.urls import is_url
 
@@ -126,7 +127,9 @@ def locate(model: str, revision: str | None, subfolder: str | None, config: Stre
 
 
 def _keys(folder: Path) -> tuple[str, ...]:
-    return tuple(sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()))
+    partial = find_partial(folder)
+    found = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return tuple(sorted({*found, *(partial.files if partial is not None else ())}))
 
 
 class ShardFilter:

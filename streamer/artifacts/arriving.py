@@ -18,6 +18,8 @@ from typing import TypeVar
 
 from streamer.artifacts.destination import Destination, telling
 from streamer.artifacts.journal import PART_SUFFIX, Journal, part_id
+from streamer.checkpoint.partial import PartialFile
+from streamer.checkpoint.regions import Intervals
 from streamer.config import StreamConfig
 from streamer.errors import DestinationError
 from streamer.sources.base import ObjectInfo, Source
@@ -41,9 +43,12 @@ class Part:
 
     Args:
         sizes: of unfinished files with which to go on.
+        spans: all of the file that will ever be here; None for the whole of it. A file with holes gets no name but
+            this one, see `streamer.checkpoint.partial`.
 
     Attributes:
         name: of the unfinished file.
+        needed_bytes: that shall be here.
         is_new: whether it is not there yet.
         missing: ranges that are not here yet.
         left: reads that have not been written.
@@ -52,7 +57,13 @@ class Part:
     """
 
     def __init__(
-        self, destination: Destination, journal: Journal, url: str, item: ObjectInfo, sizes: Mapping[str, int]
+        self,
+        destination: Destination,
+        journal: Journal,
+        url: str,
+        item: ObjectInfo,
+        sizes: Mapping[str, int],
+        spans: Sequence[tuple[int, int]] | None = None,
     ) -> None:
         self.item = item
         self._destination = destination
@@ -61,11 +72,16 @@ class Part:
         found = [name for name, size in sizes.items() if name.startswith(version) and size == item.size]
         self.is_new = not found
         self.name = f"{version}-{os.urandom(8).hex()}{PART_SUFFIX}"
-        self.missing = [(0, item.size)] if item.size else []
+        needed = [(0, item.size)] if spans is None else spans
+        self.needed_bytes = sum(end - start for start, end in needed)
+        self._has_holes = self.needed_bytes < item.size
+        self._arrived = Intervals()
         if found:
             self.name = max(found, key=lambda name: journal.arrived(name).nbytes)
-            is_whole = self.name in journal.finished.get(item.key, {}).values()
-            self.missing = [] if is_whole else journal.arrived(self.name).missing(0, item.size)
+            self._arrived = journal.arrived(self.name)
+            if self.name in journal.finished.get(item.key, {}).values():
+                self._arrived.add(0, item.size)
+        self.missing = [span for start, end in needed for span in self._arrived.missing(start, end)]
         self.left = 0
         self._descriptor: int | None = None
         self._lock = threading.Lock()
@@ -77,6 +93,20 @@ class Part:
     @property
     def missing_bytes(self) -> int:
         return sum(end - start for start, end in self.missing)
+
+    @property
+    def held(self) -> PartialFile | None:
+        """What there is of a file that stays with holes; None for one that will be whole."""
+        if not self._has_holes:
+            return None
+        return PartialFile(self.name, self.item.size, tuple(self._arrived.spans()))
+
+    def missing_on_disk(self, block_bytes: int) -> int:
+        """Return how many bytes the missing ranges take on disk, where all begin and end with whole blocks."""
+        blocks = Intervals()
+        for start, end in self.missing:
+            blocks.add(start // block_bytes, -(-end // block_bytes))
+        return blocks.nbytes * block_bytes
 
     def open(self) -> None:
         """Open the file, or make it at its full size, all holes. Idempotent."""
@@ -112,6 +142,8 @@ class Part:
             os.fdatasync(self._descriptor)
             self._is_suspect = False
         self._journal.add_spans(self.name, written)
+        for span in written:
+            self._arrived.add(*span)
 
     def read(self, start: int, buffers: Sequence[memoryview]) -> None:
         """Fill `buffers` with what has arrived."""
@@ -126,8 +158,10 @@ class Part:
                     start, rest = start + count, rest[count:]
 
     def finish(self) -> None:
-        """Give the file, all of which was written, its name."""
+        """Give the file, all of which was written, its name; or see that what a file with holes has is recorded."""
         assert self._descriptor is not None
+        if self._has_holes:
+            self.record()
         if self._is_suspect:
             raise DestinationError(
                 f"{self._destination.path / self.item.key} could not be synced", hint="see the volume"
@@ -135,6 +169,9 @@ class Part:
         with telling(f"write {self._destination.path / self.item.key}"):
             os.fsync(self._descriptor)
             inode = os.fstat(self._descriptor).st_ino
+        if self._has_holes:
+            self.close()
+            return
         self._journal.add_finished(self.name, self.item.key, inode)
         self._destination.publish(self.name, self.item.key)
         self.close()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 
-from streamer.artifacts.metadata import PINS_FILE, Mode, refuse_escape
+from streamer.artifacts.metadata import PINS_FILE, Mode, PulledFolder, refuse_escape
 from streamer.checkpoint.manifest import MANIFEST_KEY
+from streamer.checkpoint.partial import Layout
 from streamer.checkpoint.select import Listed, is_metadata, select_files
 from streamer.config import StreamConfig
 from streamer.errors import CheckpointError
@@ -15,9 +16,15 @@ from streamer.sources.base import ObjectInfo, Source
 __all__ = ["choose", "covers"]
 
 
-def covers(held: Mode, wanted: Mode) -> bool:
-    """Whether a folder of one mode has what another asks for."""
-    return held in ("all", wanted)
+def covers(held: PulledFolder, mode: Mode, layout: Layout | None) -> bool:
+    """Whether a folder has what is asked for.
+
+    Args:
+        layout: only these ranks' bytes of the weights; None for all.
+    """
+    if held.mode not in ("all", mode):
+        return False
+    return mode == "metadata" or held.partial is None or (layout is not None and held.partial.covers(layout))
 
 
 async def choose(source: Source, config: StreamConfig, items: Sequence[ObjectInfo], mode: Mode) -> list[ObjectInfo]:

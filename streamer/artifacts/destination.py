@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from streamer.checkpoint.partial import WORK_FOLDER
 from streamer.errors import DestinationError, NoSpaceError, StreamError
 
 __all__ = ["WORK_FOLDER", "Destination", "Room", "telling"]
 
-WORK_FOLDER = ".s3stream"
 _LOCK = "lock"
 _POLL_SECONDS = 0.2
 #: What filesystems without locks answer.

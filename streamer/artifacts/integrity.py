@@ -79,10 +79,19 @@ class IntegrityCheck:
             self._checksummed = ChecksummedSource(self._on_disk, longest_read_bytes=_CHUNK_BYTES, in_order=True)
             self._checksummed.adopt(weights, self._stored)
             self._checksummed.expect((), weights)
-        if self._config.integrity == "manifest":
+        await self.manifest()
+
+    async def manifest(self) -> Manifest | None:
+        """Return the manifest that ``integrity=manifest`` holds files against; None with another.
+
+        Raises:
+            CheckpointError, SourceError: see `streamer.errors`.
+        """
+        if self._manifest is None and self._config.integrity == "manifest":
             item = await self.source.stat(MANIFEST_KEY)
             body = await read_object(self.source, item, limit_bytes=MAX_MANIFEST_BYTES)
             self._manifest = parse_manifest(body, self.source.label(MANIFEST_KEY))
+        return self._manifest
 
     async def check(self, part: Part, arriving: Arriving) -> None:
         """Check a file, all of which is on disk; what is wrong is removed.

@@ -21,9 +21,10 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from streamer.checkpoint.manifest import MANIFEST_KEY, parse_manifest
+from streamer.checkpoint.partial import PINS_FILE, Partial
 from streamer.checkpoint.select import is_metadata
 from streamer.config import StreamConfig
 from streamer.errors import CheckpointError, ConfigError, IntegrityError, StreamError
@@ -31,10 +32,11 @@ from streamer.sources.base import ObjectInfo, Source
 from streamer.sources.open import local_path, open_source
 from streamer.transport.loop import LoopThread
 
-__all__ = ["Mode", "PulledFolder", "metadata_folder", "pull", "read_marker", "read_pins", "refuse_escape"]
+__all__ = ["PINS_FILE", "Mode", "PulledFolder", "metadata_folder", "pull", "read_marker", "read_pins", "refuse_escape"]
 
-PINS_FILE = ".s3stream.json"
 _FORMAT = 3  # 1 had no versions, 2 did not say what is here
+#: Of a folder with files that are not whole, so that no earlier version of ours takes it for another one.
+_PARTIAL_FORMAT = 4
 
 #: Which files of a checkpoint to bring.
 Mode = Literal["metadata", "weights", "all"]
@@ -48,8 +50,9 @@ class PulledFolder:
     Attributes:
         url: the root of the source.
         items: every object that was there, weights included.
-        here: keys of those that are in the folder.
-        mode: what they make up.
+        here: keys of those that are in the folder, whole.
+        mode: what they make up, with those of `partial`.
+        partial: files of weights of which only some ranks' bytes are there.
     """
 
     folder: Path
@@ -57,16 +60,31 @@ class PulledFolder:
     items: tuple[ObjectInfo, ...]
     here: tuple[str, ...]
     mode: Mode
+    partial: Partial | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are in the folder."""
+        here = set(self.here)
+        partial = self.partial.files.values() if self.partial is not None else ()
+        return sum(item.size for item in self.items if item.key in here) + sum(file.nbytes for file in partial)
+
+    @property
+    def files(self) -> int:
+        """Files in the folder, whole or not."""
+        return len(self.here) + (len(self.partial.files) if self.partial is not None else 0)
 
     def to_json(self) -> bytes:
         """Return what `PINS_FILE` in the folder says, once everything else is there."""
-        document = {
-            "format": _FORMAT,
+        document: dict[str, Any] = {
+            "format": _FORMAT if self.partial is None else _PARTIAL_FORMAT,
             "url": self.url,
             "mode": self.mode,
             "objects": [[item.key, item.size, item.pin, item.version] for item in self.items],
             "here": list(self.here),
         }
+        if self.partial is not None:
+            document["partial"] = self.partial.to_document()
         return json.dumps(document).encode()
 
 
@@ -136,15 +154,17 @@ def read_marker(folder: str | Path, name: str = PINS_FILE) -> PulledFolder | Non
     path = Path(folder) / name
     try:
         document = json.loads(path.read_text())
-        if document["format"] != _FORMAT:
+        if document["format"] not in (_FORMAT, _PARTIAL_FORMAT):
             raise ValueError("another format")
         items = tuple(ObjectInfo(*entry) for entry in document["objects"])
-        return PulledFolder(Path(folder), document["url"], items, tuple(document["here"]), document["mode"])
+        partial = Partial.from_document(document["partial"]) if document["format"] == _PARTIAL_FORMAT else None
+        here = tuple(document["here"])
+        return PulledFolder(Path(folder), document["url"], items, here, document["mode"], partial)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}", hint="run as a user who may read it") from error
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         hint = f"remove {Path(folder)}"
         raise ConfigError(f"{path} was not written by this version of s3stream", hint=hint) from error
 

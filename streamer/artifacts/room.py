@@ -30,7 +30,7 @@ def require_room(destination: Destination, parts: Sequence[Part], url: str, outd
         return
     room = destination.room()
     block = room.block_bytes
-    needed = _OWN_BYTES + sum(-(-part.missing_bytes // block) * block for part in parts)
+    needed = _OWN_BYTES + sum(part.missing_on_disk(block) for part in parts)
     if needed > room.nbytes + outdated_bytes:
         also = f" and {outdated_bytes} in files of an older version" if outdated_bytes else ""
         raise NoSpaceError(

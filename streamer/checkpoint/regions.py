@@ -39,8 +39,10 @@ class Intervals:
         return list(zip(self._starts, self._ends, strict=True))
 
     def missing(self, start: int, end: int) -> list[tuple[int, int]]:
-        """Return the ranges of ``[start, end)`` that are not in the set, which must lie in it."""
-        edges = [start, *(edge for pair in zip(self._starts, self._ends, strict=True) for edge in pair), end]
+        """Return the ranges of ``[start, end)`` that are not in the set."""
+        first, last = bisect_right(self._ends, start), bisect_left(self._starts, end)
+        inside = zip(self._starts[first:last], self._ends[first:last], strict=True)
+        edges = [start, *(edge for pair in inside for edge in pair), end]
         return [(low, high) for low, high in zip(edges[::2], edges[1::2], strict=True) if low < high]
 
 

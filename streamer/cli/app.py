@@ -12,6 +12,22 @@ import typer
 from streamer import __version__
 from streamer.cli.exit_codes import FAILED, exit_code
 from streamer.cli.help_text import epilog, exit_codes
+from streamer.cli.options import (
+    Anonymous,
+    Endpoint,
+    EngineName,
+    Experts,
+    IgnoreIndex,
+    Json,
+    Options,
+    PipelineParallel,
+    Profile,
+    Quiet,
+    Rank,
+    Region,
+    TensorParallel,
+    Url,
+)
 from streamer.cli.output import Output
 from streamer.config import StreamConfig, parse_byte_count
 from streamer.errors import ConfigError, StreamError
@@ -26,44 +42,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-Url = Annotated[str, typer.Argument(help="s3://bucket/folder, gs://bucket/folder, a path, or any URL of fsspec")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document to stdout, instead of text.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr; errors still go there.")]
-Options = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--option",
-        "-o",
-        metavar="KEY=VALUE",
-        help="Any option of StreamConfig, such as buffer_bytes=4GiB, for which S3STREAM_BUFFER_BYTES is the variable; "
-        "may be repeated.",
-    ),
-]
-Endpoint = Annotated[str | None, typer.Option(help="URL of the store's API, for others than AWS and Google.")]
-Region = Annotated[str | None, typer.Option(help="Region of the bucket; if not given, found as the AWS CLI finds it.")]
-Profile = Annotated[
-    str | None, typer.Option(help="Profile of the shared AWS configuration, for credentials and endpoint.")
-]
-Anonymous = Annotated[
-    bool, typer.Option("--anonymous", help="Sign nothing and look for no credentials, for public buckets.")
-]
-IgnoreIndex = Annotated[
-    bool, typer.Option("--ignore-index", help="Go by the files' headers alone, without the index beside them.")
-]
-TensorParallel = Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel size: ranks that split each layer.")]
-PipelineParallel = Annotated[
-    int, typer.Option("--pp", min=1, help="Pipeline-parallel size: stages that the layers are dealt to.")
-]
-Experts = Annotated[bool, typer.Option("--ep", help="Spread whole experts over the ranks, instead of splitting each.")]
-Rank = Annotated[int | None, typer.Option(min=0, help="Show this rank only, counted from 0.")]
-EngineName = Annotated[
-    str,
-    typer.Option(
-        "--engine",
-        help="Whose loading code to trace: reference (Llama, Mistral, Qwen2), or vllm where that is installed.",
-    ),
-]
 
 
 def _version(wanted: bool) -> None:
@@ -172,7 +150,14 @@ def fetch(
             help="Say whether the folders are complete, without the network, for probes. SRC may be left out.",
         ),
     ] = False,
-    max_bytes: Annotated[str | None, typer.Option(help="Fetch nothing if it is more than this, such as 20GiB.")] = None,
+    max_bytes: Annotated[str | None, typer.Option(help="Fail if there is more to hold, such as 20GiB.")] = None,
+    rank: Annotated[
+        list[int] | None, typer.Option(min=0, help="Of the weights, only what this rank needs; may be repeated.")
+    ] = None,
+    engine: EngineName = "reference",
+    tp: TensorParallel = 1,
+    pp: PipelineParallel = 1,
+    ep: Experts = False,
     json: Json = False,
     quiet: Quiet = False,
     option: Options = None,
@@ -185,19 +170,20 @@ def fetch(
     """Fill folders with checkpoints, or with what an engine needs beside the weights: an init container.
 
     May be killed at any time; started again, it goes on where it was. The folder says which versions of the weights
-    belong to it, and engines stream these. Needs no torch.
+    belong to it, and engines stream these. With --rank, only s3stream reads the weights, and loads these ranks alone.
     """
     with _reporting(json, quiet) as output:
-        from streamer.cli.fetch import parse_mode, run_check, run_fetch
+        from streamer.cli.fetch import parse_layout, parse_mode, run_check, run_fetch
 
         wanted = parse_mode(mode)
+        layout = parse_layout(rank or (), engine, tp, pp, ep, wanted)
         if check:
-            if not run_check(pairs, output, mode=wanted):
+            if not run_check(pairs, output, mode=wanted, layout=layout):
                 raise typer.Exit(FAILED)
             return
         config = _config(option, endpoint_url, region, profile, anonymous, ignore_index)
         limit = None if max_bytes is None else parse_byte_count(max_bytes)
-        run_fetch(pairs, config, output, mode=wanted, max_bytes=limit)
+        run_fetch(pairs, config, output, mode=wanted, layout=layout, max_bytes=limit)
 
 
 @app.command(epilog=epilog("verify"))

@@ -9,10 +9,12 @@ from rich.console import Console
 from rich.table import Table
 
 from streamer.checkpoint.checkpoint import Checkpoint
+from streamer.checkpoint.partial import Partial
 from streamer.cli.output import Output, size_text
 from streamer.config import StreamConfig
 from streamer.fetch.headers import read_checkpoint
 from streamer.sources import open_source, split_file
+from streamer.sources.partial import partial_of
 
 __all__ = ["run_inspect"]
 
@@ -20,22 +22,21 @@ __all__ = ["run_inspect"]
 def run_inspect(url: str, config: StreamConfig, output: Output) -> None:
     """Print what the checkpoint at `url` holds."""
 
-    async def read() -> Checkpoint:
+    async def read() -> tuple[Checkpoint, Partial | None]:
         root, only = split_file(url)
         source = open_source(root, config)
         try:
             with output.progress("reading headers") as progress:
-                return (
-                    await read_checkpoint(source, config, only=[only] if only else [], progress=progress)
-                ).checkpoint
+                opened = await read_checkpoint(source, config, only=[only] if only else [], progress=progress)
+                return opened.checkpoint, partial_of(source)
         finally:
             await source.close()
 
-    checkpoint = asyncio.run(read())
-    output.result(_document(checkpoint), lambda console: _show(checkpoint, console))
+    checkpoint, partial = asyncio.run(read())
+    output.result(_document(checkpoint, partial), lambda console: _show(checkpoint, partial, console))
 
 
-def _document(checkpoint: Checkpoint) -> dict[str, Any]:
+def _document(checkpoint: Checkpoint, partial: Partial | None) -> dict[str, Any]:
     return {
         "url": checkpoint.url,
         "files": [
@@ -48,12 +49,15 @@ def _document(checkpoint: Checkpoint) -> dict[str, Any]:
         "skipped": [{"key": item.key, "size": item.size, "reason": item.reason} for item in checkpoint.skipped],
         "metadata_files": [{"key": item.key, "size": item.size} for item in checkpoint.metadata_files],
         "unindexed": list(checkpoint.unindexed),
+        "partial": None if partial is None else str(partial),
     }
 
 
-def _show(checkpoint: Checkpoint, console: Console) -> None:
+def _show(checkpoint: Checkpoint, partial: Partial | None, console: Console) -> None:
     dtypes = ", ".join(f"{name} {size_text(nbytes)}" for name, nbytes in checkpoint.bytes_by_dtype().items())
     console.print(checkpoint.url, markup=False)
+    if partial is not None:
+        console.print(f"partial: of the weights, it holds only what {partial} needs", markup=False)
     console.print(f"{len(checkpoint.tensors)} tensors, {size_text(checkpoint.nbytes)} ({dtypes})", markup=False)
     table = Table("file", "size", "tensors", box=None)
     for file in checkpoint.files:

@@ -17,6 +17,7 @@ from streamer.fetch.headers import read_object
 from streamer.report import FileChecksum
 from streamer.sources import open_source
 from streamer.sources.checksummed import ChecksummedSource
+from streamer.sources.partial import partial_of
 from streamer.sources.write import write_object
 
 __all__ = ["run_verify"]
@@ -54,6 +55,12 @@ async def _read(
     # Digests of bytes that differ from what was uploaded would only make the damage official.
     source = ChecksummedSource(open_source(url, config), longest_read_bytes=config.request_bytes, in_order=True)
     try:
+        partial = partial_of(source)
+        if partial is not None:
+            raise CheckpointError(
+                f"{source.url} is partial: of the weights, it holds only what {partial} needs",
+                hint="verify what it was fetched from, or fetch it with --mode all",
+            )
         expected = None
         if compare:
             try:

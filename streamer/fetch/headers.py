@@ -13,6 +13,7 @@ from streamer.checkpoint.stored import StoredChecksum
 from streamer.config import StreamConfig
 from streamer.errors import CheckpointError
 from streamer.sources.base import ObjectInfo, Source
+from streamer.sources.partial import leading_bytes
 from streamer.sources.tasks import FlatTaskGroup
 
 __all__ = ["OpenedCheckpoint", "read_checkpoint", "read_index", "read_object"]
@@ -131,7 +132,7 @@ async def _read_header(source: Source, item: ObjectInfo, first_read_bytes: int) 
     """One speculative read holds most headers whole; a longer one costs exactly one more."""
     parser = HeaderParser(source.label(item.key), item.size)
     position = 0
-    count = min(first_read_bytes, item.size)
+    count = min(first_read_bytes, leading_bytes(source, item))
     while count:
         buffer = bytearray(count)
         await source.read_into(item, position, [memoryview(buffer)])

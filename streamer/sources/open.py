@@ -47,14 +47,18 @@ def open_source(url: str, config: StreamConfig) -> Source:
     """Return the source for `url`: S3, GCS, local files, or any filesystem of fsspec. Nothing is contacted yet.
 
     Raises:
-        ConfigError: a scheme that is not supported, or a malformed URL.
+        ConfigError: a scheme that is not supported, a malformed URL, or a folder that some ranks were fetched into and
+            whose marker is damaged.
         MissingDependencyError: the scheme needs a package that is not installed.
     """
     path = local_path(url)
     if path is not None:
         from streamer.sources.local import LocalSource
+        from streamer.sources.partial import PartialSource, find_partial
 
-        return LocalSource(path, threads=config.concurrency)
+        partial = find_partial(path)
+        source = LocalSource(path, threads=config.concurrency)
+        return source if partial is None else PartialSource(source, partial)
     url = plain_url(url)
     scheme = url.partition("://")[0]
     if scheme == "s3":

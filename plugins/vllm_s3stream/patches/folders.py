@@ -1,4 +1,4 @@
-"""Answers vLLM's questions about files that a pulled folder lacks, because they are weights.
+"""Answers vLLM's questions about files that a pulled folder lacks, or has under no name, because they are weights.
 
 vLLM looks into a model's folder for more than it loads: the headers of its safetensors files give a missing
 dtype and say whether a checkpoint with tied embeddings has an ``lm_head`` nevertheless
@@ -19,7 +19,9 @@ from typing import Any
 from streamer.artifacts.metadata import PulledFolder, read_pins
 from streamer.config import StreamConfig
 from streamer.fetch.engine import FetchEngine
+from streamer.sources.base import Source
 from streamer.sources.open import open_source
+from streamer.sources.partial import find_partial
 from streamer.sources.pinned import PinnedSource
 from vllm_s3stream.urls import configuring
 
@@ -46,10 +48,13 @@ def _reading_headers(original: Callable[..., Any]) -> Callable[..., Any]:
         options = configuring.get()
         if options is not None and options.sharded:
             return {}  # a state dict holds tied weights under one name; vLLM asks none of its own either
+        stream = options.stream if options is not None else StreamConfig.resolve()
         pulled = read_pins(local_dir)
-        if pulled is None:
-            return original(local_dir)
-        return _headers(pulled, options.stream if options is not None else StreamConfig.resolve())
+        if pulled is not None:
+            return _headers(pulled, stream)
+        if find_partial(Path(local_dir)) is not None:
+            return _headers_of(open_source(str(local_dir), stream), stream)
+        return original(local_dir)
 
     return read
 
@@ -57,7 +62,10 @@ def _reading_headers(original: Callable[..., Any]) -> Callable[..., Any]:
 def _listing(original: Callable[..., Any]) -> Callable[..., Any]:
     def list_files(repo_id: str, *args: Any, **kwargs: Any) -> Any:
         pulled = read_pins(repo_id)
-        return original(repo_id, *args, **kwargs) if pulled is None else [item.key for item in pulled.items]
+        if pulled is not None:
+            return [item.key for item in pulled.items]
+        partial = find_partial(Path(repo_id))
+        return [*original(repo_id, *args, **kwargs), *(partial.files if partial is not None else ())]
 
     return list_files
 
@@ -65,6 +73,10 @@ def _listing(original: Callable[..., Any]) -> Callable[..., Any]:
 def _headers(pulled: PulledFolder, config: StreamConfig) -> dict[str, Any]:
     if not any(item.key.endswith(".safetensors") for item in pulled.items):
         return {}
-    with FetchEngine(PinnedSource(open_source(pulled.url, config), pulled.items), config) as engine:
+    return _headers_of(PinnedSource(open_source(pulled.url, config), pulled.items), config)
+
+
+def _headers_of(source: Source, config: StreamConfig) -> dict[str, Any]:
+    with FetchEngine(source, config) as engine:
         tensors = engine.open_checkpoint().checkpoint.tensors
     return {name: {"dtype": info.dtype, "shape": list(info.shape)} for name, info in tensors.items()}
