@@ -29,6 +29,8 @@ LAYERS = [
     "transport",
     "metrics",
     "recording",
+    "rank_reports",
+    "progress_bar",
     "sources",
     "fsspec_protocol",
     "fetch",
