@@ -25,6 +25,7 @@ from streamer.recording import Recording, recording
 from streamer.report import LoadReport
 from streamer.session import LoadSession
 from streamer.spans import span
+from streamer.trace.unset import Unset
 
 __all__ = ["S3StreamLoader"]
 
@@ -53,6 +54,8 @@ class S3StreamLoader(DefaultModelLoader):  # type: ignore[misc]  # no types of S
         self._session: LoadSession | None = None
         self._record: Recording | None = None
         self._model_config: Any = None
+        self._building = contextlib.ExitStack()
+        self._unset: Unset | None = None
         self.report: LoadReport | None = None
         """Of the last load."""
 
@@ -67,7 +70,9 @@ class S3StreamLoader(DefaultModelLoader):  # type: ignore[misc]  # no types of S
             CheckpointError, SourceError, LoadError: see `streamer.errors`.
         """
         self._model_config = model_config
-        model: nn.Module = super().load_model(model_config=model_config, device_config=device_config)
+        with contextlib.ExitStack() as self._building:
+            self._unset = self._building.enter_context(Unset())
+            model: nn.Module = super().load_model(model_config=model_config, device_config=device_config)
         return model
 
     def load_weights_and_postprocess(self, model: nn.Module, weights: Weights, target_device: torch.device) -> None:
@@ -79,6 +84,7 @@ class S3StreamLoader(DefaultModelLoader):  # type: ignore[misc]  # no types of S
             MissingParametersError: parameters got no values, and ``strict`` is on.
             CheckpointError, SourceError, LoadError: see `streamer.errors`.
         """
+        self._building.close()
         check_byte_order()
         stream, rank = self._options, rank_of_process()
         url = "" if self._model_config is None else self._model_config.model_path
@@ -106,11 +112,12 @@ class S3StreamLoader(DefaultModelLoader):  # type: ignore[misc]  # no types of S
             self._session = self._record = None
 
     def _check_missing(self, session: LoadSession, report: LoadReport) -> None:
-        """Raise for parameters without values, or warn where SGLang means some to have none.
+        """Raise for parameters without values, or warn where SGLang gives some their values later.
 
-        Such are scales, whose values are then constants, and a draft model's embeddings, which are its target's.
+        Such are what quantisation computes of others, and a draft model's embeddings, which are its target's.
         """
-        missing = sorted(set(report.expected) - set(report.loaded))
+        loaded, expected = set(report.loaded), session.expected()
+        missing = [name for name in sorted(expected) if name not in loaded and self._is_unset(expected[name])]
         if not missing:
             return
         error = missing_parameters(report, missing, session.names())
@@ -119,6 +126,9 @@ class S3StreamLoader(DefaultModelLoader):  # type: ignore[misc]  # no types of S
         if self._options.strict and not lenient:
             raise error
         logger.warning("s3stream: %s", error.message)
+
+    def _is_unset(self, parameter: torch.Tensor) -> bool:
+        return self._unset is not None and parameter in self._unset
 
     def _get_weights_iterator(self, source: Any, **_: Any) -> Generator[tuple[str, torch.Tensor], None, None]:
         """Yield the tensors of one of SGLang's ``Source``: lazy while weights are loaded, else real ones."""
@@ -139,8 +149,10 @@ class S3StreamLoader(DefaultModelLoader):  # type: ignore[misc]  # no types of S
             self._record.reads(opened.stats)
         with self._during("headers"), span("headers"):
             part = session.open(opened, only=only, prefix=source.prefix, keep=layer and layer.keeps)
-        weights = session.weights(part)
-        return weights if layer is None else ((layer.rename(name), tensor) for name, tensor in weights)
+        for name, tensor in session.weights(part):
+            # Real tensors would go to other threads, whose writes nobody sees. Lazy ones have the mark anyway.
+            tensor._sglang_runai_streamer_tensor = True  # type: ignore[attr-defined]
+            yield name if layer is None else layer.rename(name), tensor
 
     def _during(self, phase: str) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._record is None else self._record.phase(phase)
