@@ -124,9 +124,7 @@ CASES = [
             "eos_token_id": 2,
         },
     ),
-    Case(
-        name="qwen2_moe", model_type="qwen2_moe", config={**SMALL, **EXPERTS, "shared_expert_intermediate_size": 64}
-    ),
+    Case(name="qwen2_moe", model_type="qwen2_moe", config={**SMALL, **EXPERTS, "shared_expert_intermediate_size": 64}),
     Case(name="qwen3_moe", model_type="qwen3_moe", config={**SMALL, **EXPERTS, "head_dim": 16}),
     Case(
         name="qwen3_moe_whole_experts",
@@ -134,9 +132,7 @@ CASES = [
         config={**SMALL, **EXPERTS, "head_dim": 16},
         arguments={"ep_size": 2},
     ),
-    Case(
-        name="mixtral", model_type="mixtral", config={**SMALL, "num_local_experts": 4, "num_experts_per_tok": 2}
-    ),
+    Case(name="mixtral", model_type="mixtral", config={**SMALL, "num_local_experts": 4, "num_experts_per_tok": 2}),
     Case(
         name="granitemoe", model_type="granitemoe", config={**SMALL, "num_local_experts": 4, "num_experts_per_tok": 2}
     ),

@@ -34,7 +34,12 @@ def server_arguments(model: str | Path, **arguments: Any) -> Any:
 
 
 def load(
-    model: str | Path, *, rank: int = 1, load_format: str = "s3stream", extra: Mapping[str, Any] | None = None, **more: Any
+    model: str | Path,
+    *,
+    rank: int = 1,
+    load_format: str = "s3stream",
+    extra: Mapping[str, Any] | None = None,
+    **more: Any,
 ) -> Loaded:
     """Build and load one rank's model, of two unless `more` says otherwise, as a scheduler process does."""
     from sglang.srt.configs.device_config import DeviceConfig
