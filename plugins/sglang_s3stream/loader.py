@@ -148,7 +148,7 @@ class S3StreamLoader(DefaultModelLoader):  # type: ignore[misc]  # no types of S
         if self._record is not None:
             self._record.reads(opened.stats)
         with self._during("headers"), span("headers"):
-            part = session.open(opened, only=only, prefix=source.prefix, keep=layer and layer.keeps)
+            part = session.open(opened, only=only, prefix=source.prefix, keep=None if layer is None else layer.keeps)
         for name, tensor in session.weights(part):
             # Real tensors would go to other threads, whose writes nobody sees. Lazy ones have the mark anyway.
             tensor._sglang_runai_streamer_tensor = True  # type: ignore[attr-defined]

@@ -207,7 +207,8 @@ def write_checkpoint(case: Case, folder: Path) -> None:
 
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(case.model_type, **case.config)
-    transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
+    kind: Any = transformers.AutoModelForCausalLM
+    kind.from_config(config).to(torch.bfloat16).save_pretrained(folder)
     (path,) = folder.glob("*.safetensors")
     # Initial values are zeros and ones, many of them: tensors that are mixed up must show.
     tensors = {
