@@ -150,7 +150,8 @@ class S3StreamLoader(DefaultModelLoader):  # type: ignore[misc]  # no types of S
         with self._during("headers"), span("headers"):
             part = session.open(opened, only=only, prefix=source.prefix, keep=None if layer is None else layer.keeps)
         for name, tensor in session.weights(part):
-            # Real tensors would go to other threads, whose writes nobody sees. Lazy ones have the mark anyway.
+            # Without this mark SGLang gives tensors to other threads (``model_loader/utils.should_async_load``), in
+            # which nobody would see what is written, nor complete what is pending before it is read.
             tensor._sglang_runai_streamer_tensor = True  # type: ignore[attr-defined]
             yield name if layer is None else layer.rename(name), tensor
 

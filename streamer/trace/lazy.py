@@ -142,10 +142,6 @@ class LazyTensor(torch.Tensor):
     # Loaders ask for these several times per tensor. Torch's own would tell every function mode each time.
     __slots__ = ("device", "dtype", "lazy_base", "lazy_layout", "ndim", "shape")
 
-    #: SGLang hands tensors without this mark to other threads (``model_loader/utils.should_async_load``), which the
-    #: barrier does not see; parameters would be read before copies into them were recorded.
-    _sglang_runai_streamer_tensor = True
-
     lazy_base: Base
     lazy_layout: Layout
 

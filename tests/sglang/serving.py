@@ -1,4 +1,4 @@
-"""Runs the real server on CPU, ``python -m sglang.launch_server``."""
+"""Runs the real server on CPU, ``sglang serve``."""
 
 from __future__ import annotations
 
@@ -82,7 +82,8 @@ class Server:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
-        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", model, "--port", str(port)]
+        command = [sys.executable, "-c", "from sglang.cli.main import main; main()"]
+        command += ["serve", "--model-path", model, "--host", "127.0.0.1", "--port", str(port)]
         command += ["--load-format", "s3stream", "--device", "cpu", "--dtype", "float32", "--context-length", "64"]
         command += ["--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
         command += ["--grammar-backend", "none", "--max-total-tokens", "1024", "--max-running-requests", "4"]
@@ -116,8 +117,11 @@ class Server:
             return False
 
     def get(self, path: str) -> Any:
+        return json.loads(self.text(path))
+
+    def text(self, path: str) -> str:
         with urllib.request.urlopen(self.url + path, timeout=60) as response:
-            return json.load(response)
+            return str(response.read().decode())
 
     def complete(self) -> list[list[int]]:
         """Continue `PROMPTS` greedily; return the tokens."""

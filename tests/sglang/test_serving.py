@@ -54,10 +54,10 @@ def test_tokens_are_those_of_transformers(store: Store, tmp_path: Path, ranks: i
     # Of files as small as these, the default for headers would take most, only to read it again.
     options = {"S3STREAM_REPORT_DIR": str(tmp_path / "reports"), "S3STREAM_HEADER_READ_BYTES": "4096"}
     environment = {**store.environment(), **options}
-    arguments: Sequence[str] = []
+    arguments: Sequence[str] = ["--enable-metrics"]
     if ranks == 2:
         environment.update(two_ranks())
-        arguments = ["--tp-size", "2"]
+        arguments = [*arguments, "--tp-size", "2"]
     with Server(store.url, arguments, environment, tmp_path / "server.log") as server:
         server.wait_until_healthy()
         assert server.complete() == store.tokens
@@ -65,7 +65,10 @@ def test_tokens_are_those_of_transformers(store: Store, tmp_path: Path, ranks: i
         assert information["load_format"] == "s3stream"
         assert information["served_model_name"] == store.url
         output = server.tree.output()
+        metrics = server.text("/metrics")
     assert output.count("s3stream: ") >= ranks
+    for rank in range(ranks):
+        assert f's3stream_load_success{{rank="{rank}",url="{store.url}/"}} 1.0' in metrics
     reports = serving.read_reports(tmp_path / "reports")
     assert [report["rank"] for report in reports] == list(range(ranks))
     for report in reports:
