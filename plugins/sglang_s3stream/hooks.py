@@ -5,6 +5,7 @@ SGLang logs what goes wrong while it applies hooks, and goes on (``plugins/hook_
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,9 @@ from streamer.errors import MissingDependencyError
 
 __all__ = ["check", "install", "is_ours"]
 
-_TARGET = "sglang.srt.configs.load_config.LoadConfig._verify_load_format"
+_VERIFY = "sglang.srt.configs.load_config.LoadConfig._verify_load_format"
+_EXPERTS = "sglang.srt.utils.common.has_fp8_weights_in_checkpoint"
+_PROJECTION = "sglang.srt.arg_groups.model_hook._probe_wo_a_weight_dtype"
 _STEP = "handle_model_source_paths"
 
 
@@ -41,28 +44,35 @@ def install() -> bool:
     if LOAD_FORMAT in LOAD_FORMAT_CHOICES:
         return False
     register_resolution_hook(_STEP)(_resolve_paths)
-    HookRegistry.register(_TARGET, _verify_load_format, HookType.AROUND)
+    for target, hook in _hooks().items():
+        HookRegistry.register(target, hook, HookType.AROUND)
     add_load_format_choices([LOAD_FORMAT])  # last, for it tells that all is done
     return True
 
 
 def check() -> None:
-    """Make sure that SGLang applied the hook that makes the load format's name a loader.
+    """Make sure that SGLang applied our hooks.
 
     Raises:
         MissingDependencyError: it did not.
     """
-    from sglang.srt.configs.load_config import LoadConfig
+    for target in _hooks():
+        try:
+            found = pkgutil.resolve_name(target)
+        except (AttributeError, ImportError):
+            found = None
+        # What SGLang puts in a function's place keeps that function here (``hook_registry._wrap_fn``).
+        if not hasattr(found, "__wrapped__"):
+            raise MissingDependencyError(
+                f"SGLang {installed_version()} did not apply s3stream's hook to {target}",
+                hint="call sglang.srt.plugins.load_plugins() before arguments are resolved; its log says what failed",
+            )
 
-    config = LoadConfig.__new__(LoadConfig)
-    config.load_format = LOAD_FORMAT
-    try:
-        config._verify_load_format()
-    except ValueError as error:
-        raise MissingDependencyError(
-            f"SGLang {installed_version()} did not apply s3stream's hook to {_TARGET}: {error}",
-            hint="call sglang.srt.plugins.load_plugins() before the arguments are resolved; its log says what failed",
-        ) from error
+
+def _hooks() -> dict[str, Callable[..., Any]]:
+    from sglang_s3stream.folders import dtype_of_projection, has_float8_experts
+
+    return {_VERIFY: _verify_load_format, _EXPERTS: has_float8_experts, _PROJECTION: dtype_of_projection}
 
 
 def _resolve_paths(server_args: Any, previous: Callable[[Any], None]) -> None:

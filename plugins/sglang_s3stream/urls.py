@@ -11,6 +11,7 @@ import json
 import logging
 from typing import Any
 
+from sglang_s3stream.folders import configuring
 from sglang_s3stream.hooks import check, is_ours
 from streamer.artifacts.locate import is_url
 from streamer.artifacts.metadata import pull
@@ -67,6 +68,7 @@ def resolve_all(server_args: Any) -> None:
     check()
     _refuse_unsupported(cfg)
     config = options_of(cfg.model_loader_extra_config)
+    configuring.set(config)
     changes: dict[str, Any] = {}
     if ours:
         changes.update(_resolve_model(cfg, config))
@@ -117,3 +119,9 @@ def _refuse_unsupported(cfg: Any) -> None:
                 f"--load-format s3stream does not go with {option} ({value}): {why}",
                 hint=f"leave out {option}, or use another load format",
             )
+    if cfg.pp_size > 1 and cfg.speculative_algorithm is not None:
+        raise ConfigError(
+            f"--load-format s3stream does not go with --pp-size {cfg.pp_size} and --speculative-algorithm: SGLang then "
+            "reads the embeddings from local files again",
+            hint="leave out one of them, or use another load format",
+        )

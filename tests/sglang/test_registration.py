@@ -9,11 +9,15 @@ import sys
 from collections.abc import Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import safetensors.torch
+import torch
 
-from streamer.artifacts.metadata import read_pins
+from streamer.artifacts.metadata import pull, read_pins
+from streamer.config import StreamConfig
 from streamer.errors import ConfigError, MissingDependencyError
 from tests.servers.object_server import ObjectServer
 from tests.sglang.cases import CASES, write_checkpoint
@@ -198,6 +202,11 @@ class TestUrls:
             resolved("s3://models/org/m", **{name: value})
         assert not store.counters.requests
 
+    def test_speculation_over_stages_is_refused(self, store: ObjectServer) -> None:
+        with pytest.raises(ConfigError, match="does not go with --pp-size 2 and --speculative-algorithm"):
+            resolved("s3://models/org/m", pp_size=2, speculative_algorithm="EAGLE")
+        assert not store.counters.requests
+
     @pytest.mark.parametrize(
         ("extra", "message"),
         [("{", "no JSON"), ("[1]", "must be a mapping"), ('{"concurency": 3}', "concurrency")],
@@ -206,6 +215,34 @@ class TestUrls:
         with pytest.raises(ConfigError, match=message):
             resolved("s3://models/org/m", model_loader_extra_config=extra)
         assert not store.counters.requests
+
+    @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, None])
+    def test_dtypes_that_sglang_looks_for_are_read_from_the_store(
+        self, server: ObjectServer, store: ObjectServer, tmp_path: Path, dtype: torch.dtype | None
+    ) -> None:
+        """Of a folder without weights SGLang would say that there are none, and quantise otherwise."""
+        from sglang.srt.arg_groups import model_hook
+        from sglang.srt.utils import common
+
+        tensors = {"model.norm.weight": torch.zeros(2, dtype=torch.bfloat16)}
+        if dtype is not None:
+            tensors["model.layers.0.mlp.experts.0.up_proj.weight"] = torch.zeros(2).to(dtype)
+            tensors["model.layers.0.self_attn.wo_a.weight"] = torch.zeros(2).to(dtype)
+        safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
+        index = {"weight_map": dict.fromkeys(tensors, "model.safetensors")}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+        (tmp_path / "config.json").write_text("{}")
+        server.put_folder("models", "org/asked/", tmp_path)
+        pulled = pull("s3://models/org/asked", StreamConfig()).folder
+        answers = [
+            (
+                common.has_fp8_weights_in_checkpoint(str(folder)),
+                model_hook._probe_wo_a_weight_dtype(SimpleNamespace(model_path=str(folder), revision=None), None),
+            )
+            for folder in (tmp_path, pulled)
+        ]
+        names = {torch.float8_e4m3fn: "F8_E4M3", torch.bfloat16: "BF16", None: None}
+        assert answers == [(dtype == torch.float8_e4m3fn, names[dtype])] * 2
 
     def test_a_hook_that_another_plugin_replaced_is_told(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         from sglang.srt.configs.load_config import LoadConfig

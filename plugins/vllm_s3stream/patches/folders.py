@@ -16,11 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from streamer.artifacts.headers import remote_headers
 from streamer.artifacts.metadata import PulledFolder, read_pins
 from streamer.config import StreamConfig
-from streamer.fetch.engine import FetchEngine
-from streamer.sources.open import open_source
-from streamer.sources.pinned import PinnedSource
 from vllm_s3stream.urls import configuring
 
 __all__ = ["install"]
@@ -63,8 +61,5 @@ def _listing(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _headers(pulled: PulledFolder, config: StreamConfig) -> dict[str, Any]:
-    if not any(item.key.endswith(".safetensors") for item in pulled.items):
-        return {}
-    with FetchEngine(PinnedSource(open_source(pulled.url, config), pulled.items), config) as engine:
-        tensors = engine.open_checkpoint().checkpoint.tensors
+    tensors = remote_headers(pulled, config)
     return {name: {"dtype": info.dtype, "shape": list(info.shape)} for name, info in tensors.items()}
