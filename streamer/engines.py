@@ -14,12 +14,14 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from streamer.errors import ConfigError, MissingDependencyError
 
-__all__ = ["Engine", "ParallelLayout", "RankModel", "find_engine"]
+__all__ = ["Engine", "MetaParameters", "ParallelLayout", "RankModel", "find_engine"]
 
 GROUP = "s3stream.engines"
+_LEAST_META_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,3 +83,23 @@ def find_engine(name: str) -> Engine:
             hint=f"run this where {name} is installed, or pip install 's3stream[{name}]'",
         ) from error
     return engine
+
+
+class MetaParameters(TorchFunctionMode):
+    """Gives large new tensors no memory.
+
+    A default device of ``meta`` would do so for all, and some constructors look at values of small ones
+    (expert maps, rotary frequencies).
+    """
+
+    _factories = frozenset({torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn})
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in self._factories:
+            made = func(*args, **{**kwargs, "device": "meta"})
+            if made.numel() * made.element_size() >= _LEAST_META_BYTES:
+                return made
+        return func(*args, **kwargs)

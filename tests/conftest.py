@@ -18,8 +18,8 @@ from tests.servers.seaweed import SeaweedServer, start_seaweed
 ACCESS_KEY, SECRET_KEY = "AKIDEXAMPLE", "SECRETEXAMPLE"
 
 
-# Without vLLM in this environment, its tests are not collected; CI has a second one, in which they are.
-collect_ignore = [] if importlib.util.find_spec("vllm") else ["vllm"]
+# Without an engine in this environment, its tests are not collected; CI has others, in which they are.
+collect_ignore = [engine for engine in ("vllm", "sglang") if importlib.util.find_spec(engine) is None]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -29,6 +29,8 @@ LAYERS = [
     "transport",
     "metrics",
     "recording",
+    "rank_reports",
+    "progress_bar",
     "sources",
     "fsspec_protocol",
     "fetch",
@@ -107,16 +109,17 @@ def test_the_library_knows_no_plugin() -> None:
     assert not wrong
 
 
-def test_plugins_import_their_host_in_functions() -> None:
+@pytest.mark.parametrize("host", ["vllm", "sglang"])
+def test_plugins_import_their_host_in_functions(host: str) -> None:
     """All but the loader itself, which is a subclass of the host's and is imported when it is registered."""
-    for path in sorted((ROOT / "plugins" / "vllm_s3stream").rglob("*.py")):
+    for path in sorted((ROOT / "plugins" / f"{host}_s3stream").rglob("*.py")):
         if path.name == "loader.py":
             continue
         for node in ast.parse(path.read_text()).body:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom):
                 names = [node.module or ""]
-            assert not any(name.partition(".")[0] == "vllm" for name in names), path
+            assert not any(name.partition(".")[0] == host for name in names), path
 
 
 def test_modules_are_small() -> None:

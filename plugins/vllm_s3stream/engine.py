@@ -9,16 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
-from streamer.engines import ParallelLayout, RankModel
+from streamer.engines import MetaParameters, ParallelLayout, RankModel
 from streamer.errors import CheckpointError, ConfigError, UnsupportedCheckpointError
 from vllm_s3stream.gates import kernels_not_needed
 from vllm_s3stream.parallel import pretend, set_layout
 
 __all__ = ["VllmEngine"]
-
-_LEAST_META_BYTES = 1 << 16
 
 
 class VllmEngine:
@@ -40,7 +37,7 @@ class VllmEngine:
         from vllm.model_executor.model_loader.utils import initialize_model
 
         vllm_config = _configure(folder, layout, rank)
-        with _as_rank(vllm_config, layout, rank), kernels_not_needed(), _MetaParameters():
+        with _as_rank(vllm_config, layout, rank), kernels_not_needed(), MetaParameters():
             model = initialize_model(vllm_config=vllm_config, model_config=vllm_config.model_config)
 
         def load_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
@@ -78,23 +75,3 @@ def _as_rank(vllm_config: Any, layout: ParallelLayout, rank: int) -> Iterator[No
         stack.enter_context(set_default_torch_dtype(vllm_config.model_config.dtype))
         stack.enter_context(torch.device("cpu"))
         yield
-
-
-class _MetaParameters(TorchFunctionMode):
-    """Gives large new tensors no memory.
-
-    A default device of ``meta`` would do so for all, and some constructors look at values of small ones
-    (expert maps, rotary frequencies).
-    """
-
-    _factories = frozenset({torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn})
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        if func in self._factories:
-            made = func(*args, **{**kwargs, "device": "meta"})
-            if made.numel() * made.element_size() >= _LEAST_META_BYTES:
-                return made
-        return func(*args, **kwargs)

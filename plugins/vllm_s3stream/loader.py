@@ -14,9 +14,11 @@ from torch import nn
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
+from streamer.artifacts.locate import Located, locate
 from streamer.errors import ConfigError
 from streamer.fetch.dtypes import check_byte_order
 from streamer.missing import missing_parameters
+from streamer.rank_reports import publish_metrics, rank_of_process, write_report
 from streamer.recording import Recording, recording
 from streamer.report import LoadReport
 from streamer.session import LoadSession, OpenedPart
@@ -26,11 +28,10 @@ from vllm_s3stream.groups import group_that_loads
 from vllm_s3stream.options import PluginOptions
 from vllm_s3stream.progress import byte_progress
 from vllm_s3stream.quantisation import complete_before_processing, finish_delayed_layers, is_quantised_online
-from vllm_s3stream.reports import publish_metrics, rank_of_process, write_report
 from vllm_s3stream.sharded import files_of_this_rank, fill_state_dict
 from vllm_s3stream.torchao import unflattened
 from vllm_s3stream.versions import require
-from vllm_s3stream.weights import Located, ShardFilter, locate
+from vllm_s3stream.weights import ShardFilter
 
 __all__ = ["S3StreamLoader"]
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from streamer.artifacts.locate import Located
 from streamer.errors import ConfigError, IncompleteCheckpointError, LoadError, shorten
 from vllm_s3stream.versions import require
-from vllm_s3stream.weights import Located
 
 __all__ = ["ShardPattern", "files_of_this_rank", "fill_state_dict"]
 

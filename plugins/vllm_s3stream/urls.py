@@ -8,23 +8,19 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
 
+from streamer.artifacts.locate import is_url
 from streamer.artifacts.metadata import pull
 from streamer.config import StreamConfig
 from streamer.errors import ConfigError
 from vllm_s3stream import LOAD_FORMAT
 from vllm_s3stream.options import PluginOptions
 
-__all__ = ["configuring", "is_url", "resolve_all"]
+__all__ = ["configuring", "resolve_all"]
 
 logger = logging.getLogger("vllm.s3stream")
 
 #: The options of the engine that is being configured, for what vLLM asks meanwhile.
 configuring: ContextVar[PluginOptions | None] = ContextVar("configuring", default=None)
-
-
-def is_url(value: object) -> bool:
-    """Whether `value` names something that is neither a local path nor a repository of the hub."""
-    return isinstance(value, str) and "://" in value
 
 
 def _options_of(arguments: Any) -> PluginOptions | None:

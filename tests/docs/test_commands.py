@@ -21,7 +21,7 @@ from streamer.cli.store import start_store
 from streamer.config import StreamConfig
 from tests.cli.test_cli import run
 from tests.docs.markdown import DOCUMENTS, ROOT, Block, Command, blocks, calls, commands, named_options
-from tests.sources.test_conformance import s3_client
+from tests.servers.s3_client import s3_client
 from tests.sparse import LLAMA_3_70B, Tensor, write_sparse
 
 BLOCKS = [block for document in DOCUMENTS for block in blocks(document)]

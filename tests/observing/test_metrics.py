@@ -188,7 +188,7 @@ def test_labels_hold_no_secret_and_are_escaped(tmp_path: Path) -> None:
 def test_workers_reach_the_metrics_of_the_engine(tmp_path: Path) -> None:
     """As in vLLM: another process than the one that loads serves what is in the folder."""
     code = (
-        "from streamer.metrics import *; from vllm_s3stream.reports import publish_metrics\n"
+        "from streamer.metrics import *; from streamer.rank_reports import publish_metrics\n"
         "import sys\n"
         "for seconds in (5.0, 7.0):\n"
         "    publish_metrics(LoadOutcome(url='s3://b/m/', rank=int(sys.argv[1]), ended_at=1.0, seconds=seconds))\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from streamer.artifacts.fetch import fetch
+from streamer.artifacts.locate import Located, locate
 from streamer.artifacts.metadata import Mode
 from streamer.sources.partial import PartialSource
 from tests.artifacts.fetching import ALL, OTHERS, URL, WEIGHTS, config_for, put_all
@@ -12,7 +13,6 @@ from tests.artifacts.rank_fetching import ALL as RANK_FILES
 from tests.artifacts.rank_fetching import SHARDS, fetch_for, options, put
 from tests.servers.object_server import ObjectServer
 from vllm_s3stream.patches.folders import _listing, _reading_headers
-from vllm_s3stream.weights import Located, locate
 
 
 def _locate(server: ObjectServer, folder: Path, mode: Mode) -> Located:

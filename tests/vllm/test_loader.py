@@ -443,8 +443,9 @@ def test_files_without_anything_wanted_are_not_shown(tmp_path: Path, host: Calla
 def test_language_model_files_are_left_out_for_encoders(tmp_path: Path) -> None:
     from vllm.model_executor.model_loader import weight_utils
 
+    from streamer.artifacts.locate import locate
     from streamer.session import LoadSession
-    from vllm_s3stream.weights import ShardFilter, locate
+    from vllm_s3stream.weights import ShardFilter
 
     if not hasattr(weight_utils, "filter_mm_encoder_only_safetensors_files"):
         pytest.skip("vLLM before 0.31 has no such filter, and its loader no such attribute")

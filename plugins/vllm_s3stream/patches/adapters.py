@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import functools
 
+from streamer.artifacts.locate import is_url
 from streamer.artifacts.metadata import pull
 from streamer.config import StreamConfig
-from vllm_s3stream.urls import is_url
 
 __all__ = ["install"]
 

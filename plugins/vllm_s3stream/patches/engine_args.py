@@ -12,7 +12,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from vllm_s3stream.urls import is_url, resolve_all
+from streamer.artifacts.locate import is_url
+from vllm_s3stream.urls import resolve_all
 
 __all__ = ["install"]
 

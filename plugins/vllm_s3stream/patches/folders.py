@@ -16,13 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from streamer.artifacts.metadata import PulledFolder, read_pins
+from streamer.artifacts.headers import headers_elsewhere
+from streamer.artifacts.metadata import read_pins
 from streamer.config import StreamConfig
-from streamer.fetch.engine import FetchEngine
-from streamer.sources.base import Source
-from streamer.sources.open import open_source
 from streamer.sources.partial import find_partial
-from streamer.sources.pinned import PinnedSource
 from vllm_s3stream.urls import configuring
 
 __all__ = ["install"]
@@ -49,12 +46,10 @@ def _reading_headers(original: Callable[..., Any]) -> Callable[..., Any]:
         if options is not None and options.sharded:
             return {}  # a state dict holds tied weights under one name; vLLM asks none of its own either
         stream = options.stream if options is not None else StreamConfig.resolve()
-        pulled = read_pins(local_dir)
-        if pulled is not None:
-            return _headers(pulled, stream)
-        if find_partial(Path(local_dir)) is not None:
-            return _headers_of(open_source(str(local_dir), stream), stream)
-        return original(local_dir)
+        tensors = headers_elsewhere(Path(local_dir), stream)
+        if tensors is None:
+            return original(local_dir)
+        return {name: {"dtype": info.dtype, "shape": list(info.shape)} for name, info in tensors.items()}
 
     return read
 
@@ -68,15 +63,3 @@ def _listing(original: Callable[..., Any]) -> Callable[..., Any]:
         return [*original(repo_id, *args, **kwargs), *(partial.files if partial is not None else ())]
 
     return list_files
-
-
-def _headers(pulled: PulledFolder, config: StreamConfig) -> dict[str, Any]:
-    if not any(item.key.endswith(".safetensors") for item in pulled.items):
-        return {}
-    return _headers_of(PinnedSource(open_source(pulled.url, config), pulled.items), config)
-
-
-def _headers_of(source: Source, config: StreamConfig) -> dict[str, Any]:
-    with FetchEngine(source, config) as engine:
-        tensors = engine.open_checkpoint().checkpoint.tensors
-    return {name: {"dtype": info.dtype, "shape": list(info.shape)} for name, info in tensors.items()}

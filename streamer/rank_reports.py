@@ -13,7 +13,7 @@ from streamer.metrics import METRICS, LoadOutcome
 from streamer.recording import model_name, write_whole
 from streamer.report import LoadReport
 
-logger = logging.getLogger("vllm.s3stream")
+logger = logging.getLogger("streamer")
 
 __all__ = ["publish_metrics", "rank_of_process", "write_report"]
 
@@ -40,9 +40,10 @@ def write_report(report: LoadReport, folder: str | None) -> Path | None:
 def publish_metrics(outcome: LoadOutcome) -> None:
     """Put the metrics of a load where the engine's ``/metrics`` finds them, if it looks into other processes at all.
 
-    Weights are loaded in worker processes, and vLLM serves metrics from the one of its API. The way between them is
-    the folder of prometheus_client's multiprocess mode, which vLLM makes if it runs several API servers, and uses if
-    PROMETHEUS_MULTIPROC_DIR is set before it starts. Without it this does nothing. In that mode a gauge has a file in
+    Weights are loaded in worker processes, and engines serve metrics from the one of their API. The way between them is
+    the folder of prometheus_client's multiprocess mode, PROMETHEUS_MULTIPROC_DIR. vLLM makes it if it runs several API
+    servers, SGLang with ``--enable-metrics``, and both use one that is set before they start. Without it this does
+    nothing. In that mode a gauge has a file in
     the folder and needs no registry; ``mostrecent`` keeps the process out of its labels.
     """
     if "PROMETHEUS_MULTIPROC_DIR" not in os.environ:

@@ -1,0 +1,119 @@
+"""Builds SGLang's models at any rank in this process, loads them, and compares what was loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from sglang_s3stream.parallel import pretend
+
+__all__ = ["Loaded", "differences", "load", "server_arguments", "tensors_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """One rank's model with its weights, and the loader that read them."""
+
+    model: nn.Module
+    loader: Any
+
+
+def server_arguments(model: str | Path, **arguments: Any) -> Any:
+    """Return a ``ServerArgs``, not yet resolved."""
+    from sglang.srt.server_args import ServerArgs
+
+    return ServerArgs(
+        model_path=str(model), device="cpu", skip_tokenizer_init=True, disable_cuda_graph=True, **arguments
+    )
+
+
+def load(
+    model: str | Path,
+    *,
+    rank: int = 1,
+    load_format: str = "s3stream",
+    extra: Mapping[str, Any] | None = None,
+    **more: Any,
+) -> Loaded:
+    """Build and load one rank's model, of two unless `more` says otherwise, as a scheduler process does."""
+    from sglang.srt.configs.device_config import DeviceConfig
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.model_executor.model_runner_components.load_model_utils import build_load_config
+    from sglang.srt.model_loader.loader import get_model_loader
+
+    arguments = server_arguments(
+        model, **{"tp_size": 2, "load_format": load_format, "model_loader_extra_config": dict(extra or {}), **more}
+    )
+    with pretend(arguments, rank=rank), _memory_filled():
+        model_config = ModelConfig.from_server_args(arguments)
+        load_config = build_load_config(
+            server_args=arguments,
+            tp_rank=rank,
+            remote_instance_weight_transporter_engine=None,
+            remote_instance_weight_transporter_session_id="",
+            draft_model_idx=None,
+            weight_cache_mode="off",
+            weight_cache_socket=None,
+        )
+        loader = get_model_loader(load_config, model_config)
+        torch.manual_seed(0)  # a few layers draw their initial values
+        return Loaded(loader.load_model(model_config=model_config, device_config=DeviceConfig("cpu", 0)), loader)
+
+
+def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return every tensor that a module of `model` holds, by name: parameters, buffers and plain attributes."""
+    found: dict[str, torch.Tensor] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        held: dict[str, object] = {**module._parameters, **module._buffers}
+        held.update((k, v) for k, v in vars(module).items() if k not in {"_parameters", "_buffers", "_modules"})
+        found.update(_tensors_in(held, prefix))
+    return found
+
+
+def differences(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> list[str]:
+    """Return the names whose tensors are not the same byte for byte, or that only one side has."""
+    return [name for name in sorted(a.keys() | b.keys()) if name not in a or name not in b or _differ(a[name], b[name])]
+
+
+@contextmanager
+def _memory_filled() -> Iterator[None]:
+    """Let ``torch.empty`` fill memory (NaN, or the largest integer), which it does in deterministic mode only."""
+    deterministic: Any = torch.utils.deterministic
+    mode = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(mode[0], warn_only=mode[1])
+        deterministic.fill_uninitialized_memory = fill
+
+
+def _tensors_in(value: object, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield name, value
+        return
+    items: Iterable[tuple[object, object]] = ()
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, (list, tuple)):
+        items = enumerate(value)
+    for key, item in items:
+        yield from _tensors_in(item, f"{name}.{key}" if name else str(key))
+
+
+def _differ(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if type(a) is not type(b) or a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
+        return True
+    return not a.is_meta and not torch.equal(_bytes(a), _bytes(b))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

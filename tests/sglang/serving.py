@@ -1,0 +1,137 @@
+"""Runs the real server on CPU, ``sglang serve``."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.vllm.serving import MAX_TOKENS, PROMPTS, EngineFailedError, ProcessTree, wait_until
+
+__all__ = ["Server", "engine_environment", "expected_tokens", "two_ranks"]
+
+_ROOT = Path(__file__).parent.parent.parent
+_START_SECONDS = 240.0
+_STOP_SECONDS = 60.0
+
+
+def engine_environment(scratch: Path, *, access_key: str, secret_key: str, endpoint_url: str) -> dict[str, str]:
+    """Return what the server's processes see: the store, the stubs, none of the developer's options, no hub."""
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("AWS_", "S3STREAM_", "SGLANG_")) and not name.lower().endswith("_proxy")
+    }
+    paths = [str(Path(__file__).parent / "site"), str(_ROOT), str(_ROOT / "plugins")]
+    return {
+        **inherited,
+        "AWS_ENDPOINT_URL": endpoint_url,
+        "AWS_REGION": "us-east-1",
+        "AWS_ACCESS_KEY_ID": access_key,
+        "AWS_SECRET_ACCESS_KEY": secret_key,
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "AWS_CONFIG_FILE": str(scratch / "no-config"),
+        "AWS_SHARED_CREDENTIALS_FILE": str(scratch / "no-credentials"),
+        "S3STREAM_CACHE_DIR": str(scratch / "s3stream"),
+        "SGLANG_CACHE_DIR": str(scratch / "sglang"),
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "SGLANG_STUBS": "torchvision,sgl_kernel,IPython",
+        "HF_HOME": str(scratch / "hub"),
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join(paths),
+    }
+
+
+def two_ranks() -> dict[str, str]:
+    """Return the variables that give each of two ranks one core."""
+    cores = sorted(os.sched_getaffinity(0))
+    return {"SGLANG_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[min(1, len(cores) - 1)]}"}
+
+
+def expected_tokens(folder: Path) -> list[list[int]]:
+    """Continue `PROMPTS` greedily with Transformers."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    found = []
+    for prompt in PROMPTS:
+        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+        made = model.generate(
+            ids, do_sample=False, max_new_tokens=MAX_TOKENS, min_new_tokens=MAX_TOKENS, pad_token_id=0
+        )
+        found.append(made[0, ids.shape[1] :].tolist())
+    return found
+
+
+class Server:
+    """SGLang's server; a context manager.
+
+    Args:
+        arguments: of the command line, behind the model.
+    """
+
+    def __init__(self, model: str, arguments: Sequence[str], environment: dict[str, str], log: Path) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        command = [sys.executable, "-c", "from sglang.cli.main import main; main()"]
+        command += ["serve", "--model-path", model, "--host", "127.0.0.1", "--port", str(port)]
+        command += ["--load-format", "s3stream", "--device", "cpu", "--dtype", "float32", "--context-length", "64"]
+        command += ["--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
+        command += ["--grammar-backend", "none", "--max-total-tokens", "1024", "--max-running-requests", "4"]
+        command += ["--mem-fraction-static", "0.3", "--skip-server-warmup", *arguments]
+        self.tree = ProcessTree(command, environment, log)
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.tree.__exit__()
+
+    def wait_until_healthy(self) -> None:
+        """Wait for ``/health``.
+
+        Raises:
+            EngineFailedError: the server ended or did not start in time.
+        """
+
+        def settled() -> bool:
+            return self.tree.process.poll() is not None or self._is_healthy()
+
+        if not wait_until(settled, _START_SECONDS) or self.tree.process.poll() is not None:
+            raise EngineFailedError(f"the server did not start:\n{self.tree.output()[-8000:]}")
+
+    def _is_healthy(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as response:
+                return bool(response.status == 200)
+        except OSError:  # nobody listens, or 503
+            return False
+
+    def get(self, path: str) -> Any:
+        return json.loads(self.text(path))
+
+    def text(self, path: str) -> str:
+        with urllib.request.urlopen(self.url + path, timeout=60) as response:
+            return str(response.read().decode())
+
+    def complete(self) -> list[list[int]]:
+        """Continue `PROMPTS` greedily; return the tokens."""
+        sampling = {"temperature": 0, "max_new_tokens": MAX_TOKENS, "ignore_eos": True}
+        body = json.dumps({"text": PROMPTS, "sampling_params": sampling}).encode()
+        request = urllib.request.Request(f"{self.url}/generate", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=120) as response:
+            return [answer["output_ids"] for answer in json.load(response)]
+
+    def terminate(self) -> int:
+        """Ask the server to end, as a supervisor does; return its exit status."""
+        self.tree.process.send_signal(signal.SIGTERM)
+        return self.tree.wait(_STOP_SECONDS)
