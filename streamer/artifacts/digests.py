@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from streamer.checkpoint.checkpoint import Checkpoint
 from streamer.checkpoint.manifest import HEADER, MANIFEST_KEY, FileDigests, Manifest, Stretch, block_digest
 from streamer.config import StreamConfig
-from streamer.fetch.headers import OpenedCheckpoint, read_checkpoint, read_object
+from streamer.fetch.headers import read_checkpoint, read_object
 from streamer.sources.base import ObjectInfo, Source
 
-__all__ = ["BLOCK_BYTES", "differences", "make_manifest"]
+__all__ = ["BLOCK_BYTES", "differences", "digest_others", "make_manifest"]
 
 #: A read is widened by less than two blocks, and the digests of a terabyte take sixteen megabytes.
 BLOCK_BYTES = 1 << 20
@@ -63,7 +63,8 @@ async def make_manifest(
             joined = b"".join(by_start[piece.start] for piece in pieces if start <= piece.start < end)
             stretches.append(Stretch(name, start, end, joined))
         files[item.key] = FileDigests(item.size, item.pin, tuple(stretches), item.version)
-    return Manifest(block_bytes, files, await _digest_others(source, opened))
+    others = [listed.key for listed in opened.checkpoint.metadata_files]
+    return Manifest(block_bytes, files, await digest_others(source, others))
 
 
 def _stretches(checkpoint: Checkpoint, file: int) -> Iterator[tuple[str, int, int]]:
@@ -123,12 +124,17 @@ def _digest_blocks(body: bytearray, block_bytes: int) -> bytes:
     return b"".join(block_digest([view[start : start + block_bytes]]) for start in range(0, len(body), block_bytes))
 
 
-async def _digest_others(source: Source, opened: OpenedCheckpoint) -> dict[str, str]:
+async def digest_others(source: Source, keys: Iterable[str]) -> dict[str, str]:
+    """Read the objects with these keys, which are not weights, and return their SHA-256 in hex; no manifest's.
+
+    Raises:
+        SourceError: see `streamer.errors`.
+    """
     others = {}
-    for listed in opened.checkpoint.metadata_files:
-        if listed.key != MANIFEST_KEY:
-            body = await read_object(source, await source.stat(listed.key), limit_bytes=_MOST_OTHER_BYTES)
-            others[listed.key] = hashlib.sha256(body).hexdigest()
+    for key in keys:
+        if key != MANIFEST_KEY:
+            body = await read_object(source, await source.stat(key), limit_bytes=_MOST_OTHER_BYTES)
+            others[key] = hashlib.sha256(body).hexdigest()
     return others
 
 

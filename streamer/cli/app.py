@@ -189,6 +189,12 @@ def fetch(
 @app.command(epilog=epilog("verify"))
 def verify(
     url: Url,
+    folder: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[DIR]", help="A copy on this machine, to compare with the checkpoint.", show_default=False
+        ),
+    ] = None,
     write: Annotated[
         bool, typer.Option("--write", help="Make the manifest anew and write it beside the weights.")
     ] = False,
@@ -202,15 +208,22 @@ def verify(
     anonymous: Anonymous = False,
     ignore_index: IgnoreIndex = False,
 ) -> None:
-    """Read a whole checkpoint and hold every tensor against its manifest, or make the manifest.
+    """Read a whole checkpoint and hold every tensor against its manifest, or make the manifest; or compare a copy.
 
     Files for which S3 keeps a checksum are held against that as well. Loads with integrity=manifest then check the
-    digests of what they fetch. A difference ends in exit code 1 and names the tensors. Needs no torch.
+    digests of what they fetch. With DIR, that folder is compared with the checkpoint: by its manifest, or by reading
+    both. A difference ends in exit code 1 and names the tensors. Needs no torch.
     """
     with _reporting(json, quiet) as printed:
-        from streamer.cli.verify import run_verify
+        from streamer.cli.verify import run_verify, run_verify_copy
 
         config = _config(option, endpoint_url, region, profile, anonymous, ignore_index)
+        if folder is not None:
+            if write or output is not None:
+                raise ConfigError("a folder to compare and --write or --output contradict each other; give one")
+            if not run_verify_copy(url, folder, config, printed):
+                raise typer.Exit(FAILED)
+            return
         if not run_verify(url, config, printed, write=write, target=output):
             raise typer.Exit(FAILED)
 

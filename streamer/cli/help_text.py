@@ -13,7 +13,11 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "demo": ("s3stream demo --tp 4",),
     "inspect": ("s3stream inspect s3://bucket/org/model", "s3stream inspect gs://bucket/org/model --anonymous --json"),
     "fetch": ("s3stream fetch s3://bucket/org/model /models/model", "s3stream fetch --check /models/model"),
-    "verify": ("s3stream verify s3://bucket/org/model --write", "s3stream verify s3://bucket/org/model"),
+    "verify": (
+        "s3stream verify s3://bucket/org/model --write",
+        "s3stream verify s3://bucket/org/model",
+        "s3stream verify s3://bucket/org/model /models",
+    ),
     "doctor": ("s3stream doctor s3://bucket/org/model --endpoint-url https://minio.example.com:9000",),
     "bench": ("s3stream bench s3://bucket/org/model --concurrency 16,32,64 --sizes 8MiB",),
     "plan": ("s3stream plan s3://bucket/org/model --tp 8", "s3stream plan s3://bucket/m --engine vllm --tp 8 --ep"),

@@ -8,19 +8,19 @@ from typing import Any
 
 from rich.console import Console
 
+from streamer.artifacts.copied import Comparison, compare_copy, read_manifest
 from streamer.artifacts.digests import BLOCK_BYTES, differences, make_manifest
-from streamer.checkpoint.manifest import MANIFEST_KEY, MAX_MANIFEST_BYTES, Manifest, parse_manifest
+from streamer.checkpoint.manifest import MANIFEST_KEY, Manifest
 from streamer.cli.output import Output, size_text
 from streamer.config import StreamConfig
-from streamer.errors import CheckpointError, ConfigError, ObjectNotFoundError
-from streamer.fetch.headers import read_object
+from streamer.errors import CheckpointError, ConfigError
 from streamer.report import FileChecksum
 from streamer.sources import open_source
 from streamer.sources.checksummed import ChecksummedSource
 from streamer.sources.partial import partial_of
 from streamer.sources.write import write_object
 
-__all__ = ["run_verify"]
+__all__ = ["run_verify", "run_verify_copy"]
 
 
 def run_verify(url: str, config: StreamConfig, output: Output, *, write: bool, target: Path | None) -> bool:
@@ -48,6 +48,35 @@ def run_verify(url: str, config: StreamConfig, output: Output, *, write: bool, t
     return not problems
 
 
+def run_verify_copy(url: str, folder: Path, config: StreamConfig, output: Output) -> bool:
+    """Compare a folder on this machine with the checkpoint that it is a copy of. Return whether they are the same."""
+
+    path = folder.expanduser().absolute()
+
+    async def compare() -> Comparison:
+        source = open_source(url, config)
+        try:
+            with output.progress("reading") as progress:
+                return await compare_copy(source, path, config, progress=progress)
+        finally:
+            await source.close()
+
+    found = asyncio.run(compare())
+    files = found.found.files
+    document = {
+        "ok": not found.problems,
+        "url": url,
+        "folder": str(path),
+        "problems": found.problems,
+        "files": len(files) + len(found.found.others),
+        "tensors": sum(bool(stretch.name) for file in files.values() for stretch in file.stretches),
+        "bytes": sum(file.size for file in files.values()),
+        "compared_with": "manifest" if found.used_manifest else "bytes",
+    }
+    output.result(document, lambda console: _show_copy(document, console))
+    return not found.problems
+
+
 async def _read(
     url: str, config: StreamConfig, output: Output, *, compare: bool
 ) -> tuple[Manifest | None, Manifest, dict[str, Any]]:
@@ -61,16 +90,11 @@ async def _read(
                 f"{source.url} is partial: of the weights, it holds only what {partial} needs",
                 hint="verify what it was fetched from, or fetch it with --mode all",
             )
-        expected = None
-        if compare:
-            try:
-                item = await source.stat(MANIFEST_KEY)
-            except ObjectNotFoundError as error:
-                raise CheckpointError(
-                    f"{source.url} has no {MANIFEST_KEY} to compare with", hint="make one with --write"
-                ) from error
-            body = await read_object(source, item, limit_bytes=MAX_MANIFEST_BYTES)
-            expected = parse_manifest(body, source.label(MANIFEST_KEY))
+        expected = await read_manifest(source) if compare else None
+        if compare and expected is None:
+            raise CheckpointError(
+                f"{source.url} has no {MANIFEST_KEY} to compare with", hint="make one with --write, or name a copy"
+            )
         with output.progress("reading") as progress:
             block_bytes = expected.block_bytes if expected is not None else BLOCK_BYTES
             found = await make_manifest(
@@ -84,6 +108,15 @@ async def _read(
 
 def _outcome(file: FileChecksum) -> dict[str, Any]:
     return {"algorithm": file.algorithm, "parts": file.parts, "checked": not file.why, "why": file.why or None}
+
+
+def _show_copy(document: dict[str, Any], console: Console) -> None:
+    text = f"{document['tensors']} tensors, {size_text(document['bytes'])}, {document['files']} files in all"
+    if document["ok"]:
+        how = "as the manifest says" if document["compared_with"] == "manifest" else "byte for byte as in the source"
+        console.print(f"{document['folder']}: {text}: {how}", markup=False)
+    for problem in document["problems"]:
+        console.print(problem, markup=False)
 
 
 def _show(document: dict[str, Any], console: Console) -> None:

@@ -445,6 +445,7 @@ def test_check_inspect_and_verify_say_that_it_is_partial(
     )
     for arguments in ((), ("--write",), ("--output", tmp_path / "manifest")):
         assert "is partial: of the weights" in run("verify", folder, *arguments, code=3).stderr
+    assert "is partial: of the weights" in run("verify", URL, folder, code=3).stderr  # and is no copy
     assert not list(tmp_path.rglob("*manifest*"))
     assert stored.counters.connections == asked, "none of these needs the network"
 
