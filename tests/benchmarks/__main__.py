@@ -58,6 +58,7 @@ PARTS = {
     ),
     "memory": Part("memory", "", "--largest-mib 32 --only 'in place' '2 ranks that share'"),
     "scale": Part("scale", "--rounds 2", "--rounds 1 --tensors 1000 4000 --mib 16 64"),
+    "throughput": Part("throughput", "", f"{_ONE} --tensors 2000"),
     "predict": Part("predict", "--rounds 2", "--quick --rounds 1"),
     "faults": Part("faults", "--rounds 3", _ONE),
     "header_read": Part("header_read"),

@@ -252,6 +252,21 @@ def memory(results: Results) -> str:
     return "\n".join(parts)
 
 
+def throughput(results: Results) -> str:
+    found = results["throughput"]["pairs"]
+    more, tracing = found["more requests"], found["while tracing"]
+    asked, traced = (pair["median_wall_seconds"] for pair in (more, tracing))
+    return paragraph(
+        "Requests in flight are doubled while that brings more:",
+        f"{more['checkpoint_bytes'] / 1e9:.1f} GB from a store that sends 20 MB/s per connection take",
+        f"{asked['with']:.1f} s, beginning with 16 requests, and {asked['without']:.1f} s with 16 throughout",
+        f"(ratio {spread(more['wall_ratio'])}). What was traced is fetched while the trace goes on: 30,000 small",
+        f"tensors behind a link of 2 Gbit/s take {traced['with']:.1f} s, and {traced['without']:.1f} s one after the",
+        f"other (ratio {spread(tracing['wall_ratio'])}); medians of {len(more['rounds'])} rounds",
+        f"{_raw('throughput', 'throughput')}.",
+    )
+
+
 def faults(results: Results) -> str:
     found = results["faults"]
     wall = found["median_wall_seconds"]
@@ -265,7 +280,7 @@ def faults(results: Results) -> str:
 
 SECTIONS: dict[str, Callable[[Results], str]] = {
     function.__name__: function
-    for function in (end_to_end, peers, sharing, engine, trace_cost, scale, predict, memory, faults)
+    for function in (end_to_end, peers, sharing, engine, trace_cost, scale, throughput, predict, memory, faults)
 }
 
 

@@ -92,6 +92,17 @@ def test_one_command_runs_parts_and_writes_about_them(tmp_path: Path) -> None:
         assert point["measured_load_seconds"] >= point["measured_read_seconds"]
 
 
+def test_throughput_at_small_sizes(tmp_path: Path) -> None:
+    run(".throughput", "--rounds", "1", "--layers", "1", "--tensors", "2000", "--results", str(tmp_path))
+    found = json.loads((tmp_path / "throughput.json").read_text())["pairs"]
+    assert list(found) == ["more requests", "while tracing"]
+    for pair in found.values():
+        (one,) = pair["rounds"]
+        assert one["with"]["needed_bytes"] == one["without"]["needed_bytes"] > 0.9 * pair["checkpoint_bytes"]
+        assert pair["wall_ratio"]["median"] == round(one["with"]["wall_seconds"] / one["without"]["wall_seconds"], 3)
+    assert "30,000 small tensors" in section("throughput", read_results(tmp_path))
+
+
 def test_errors_of_predictions_are_relative_to_what_was_measured() -> None:
     assert predict.errors(1.5, {"load_seconds": [3.0, 1.0, 2.0]}) == {
         "measured_load_seconds": 2.0,
