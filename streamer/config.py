@@ -120,9 +120,9 @@ class StreamConfig:
     share_timeout_seconds: float = 600.0
     """How long a rank waits for the others when they meet: before weights are read, and when they have been."""
 
-    overlap_tensors: int = 16384
+    overlap_tensors: int = 8192
     """After how many tensors what was traced so far is fetched while the trace goes on; 0: never. Tracing so many takes
-    two seconds, and each such start costs the tail of the requests before it, which is more where there are fewer."""
+    a second, and each such start costs the tail of the requests before it, which is more where there are fewer."""
 
     cache_dir: str | None = None
     """Folder for configuration, tokenizers and code of models served from URLs; never for weights.

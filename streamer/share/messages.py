@@ -34,6 +34,7 @@ class Message:
         files: digest of the files that it numbers.
         spans: that it needs, packed.
         fetched_bytes: since the load began.
+        is_flying: what it launched may still be under way.
         error: why it gives up.
         value: what it has for the others.
     """
@@ -44,6 +45,7 @@ class Message:
     files: bytes = b""
     spans: bytes = b""
     fetched_bytes: int = 0
+    is_flying: bool = False
     error: StreamError | None = None
     value: Any = None
 

@@ -164,7 +164,8 @@ class Sharing:
         demands = [demand_of(job) for job in jobs]
         spans = pack(spans_of(demands, gap))
         digest = self._digest.digest()
-        answers = self._meet(Message("load", stage, self._host, digest, spans, self._fetched_bytes()))
+        is_flying = self._flight is not None
+        answers = self._meet(Message("load", stage, self._host, digest, spans, self._fetched_bytes(), is_flying))
         here = [rank for rank, answer in enumerate(answers) if answer.host == self._host]
         stages = [answer.stage for answer in answers]
         asked = [rank for rank, answer in enumerate(answers) if answer.spans]
@@ -175,6 +176,10 @@ class Sharing:
                 "the ranks that load together do not read the same files in the same order",
                 hint="check that all were started with the same model path and options",
             )
+        if any(answer.is_flying for answer in answers):
+            # What ranks send each other is about one round at a time: none begins before all have ended the last.
+            self._land()
+            self._meet(Message("land", stage, self._host, fetched_bytes=self._fetched_bytes()))
         if not self._is_placed:
             self._place(here)
         node = self._node
@@ -201,7 +206,6 @@ class Sharing:
             if target.tensor.device.type == "cuda":
                 node.arena.pin_for(target.tensor.device)
                 break
-        self._land()  # what the other ranks send is about one round at a time
         carry_out = partial(self._engines[0].carry_out, layout, requests, progress, exchange=node.round(reads))
         if goes_on:
             self._flight = Flight(partial(carry_out, times=FillTimes()))

@@ -79,8 +79,7 @@ class Copies:
         self.casts: Counter[tuple[str, str]] = Counter()
         self.superseded: dict[str, str] = {}
         self.writes = WriteLog()
-        self._flight: Flight | None = None
-        self._airborne: list[Pending] = []
+        self._flights: list[tuple[Flight, list[Pending]]] = []
 
     def record(self, destination: torch.Tensor, source: LazyTensor) -> torch.Tensor:
         """Do ``destination.copy_(source)``, now or later; returns the destination, as the operation does."""
@@ -137,12 +136,11 @@ class Copies:
         """Have what was recorded fetched while more is recorded, but for what must be computed.
 
         Args:
-            start: begins to fetch; None if that came to nothing, or is over already.
+            start: begins to fetch, beside what was launched before perhaps; None if there was nothing to do.
         """
-        self.land()
         copies, jobs = [], []
         for copy in self.pending.all():
-            job = job_for(copy.source, copy.destination)
+            job = None if copy.is_airborne else job_for(copy.source, copy.destination)
             if job is not None:
                 copies.append(copy)
                 jobs.append(job)
@@ -151,32 +149,31 @@ class Copies:
         for copy in copies:
             mark_used(copy.source.lazy_base)
             copy.is_airborne = True
-        self._airborne, self._flight = copies, flight
-        if flight is None:
-            self.land()
+        if flight is not None:
+            self._flights.append((flight, copies))
 
     def look(self) -> None:
-        """Raise the error of what was launched, if it has ended in one."""
-        if self._flight is not None and self._flight.is_over:
-            self.land()
+        """Raise the error of what was launched first, if it has ended in one."""
+        if self._flights and self._flights[0][0].is_over:
+            self._land(*self._flights.pop(0))
 
     def land(self) -> None:
-        """Wait for what was launched."""
-        flight, self._flight = self._flight, None
-        if flight is not None:
-            flight.land()
-        for copy in self._airborne:
+        """Wait for all that was launched."""
+        while self._flights:
+            self._land(*self._flights.pop(0))
+
+    def _land(self, flight: Flight, copies: Sequence[Pending]) -> None:
+        flight.land()
+        for copy in copies:
             self.pending.remove(copy)
         if self._keep_completed:
-            self.completed.extend(_remember(copy) for copy in self._airborne)
-        self._airborne = []
+            self.completed.extend(_remember(copy) for copy in copies)
 
     def close(self) -> None:
         """Forget what was not carried out, and the model. Nothing writes to that any more."""
-        if self._flight is not None:
-            self._flight.wait()
-            self._flight = None
-        self._airborne = []
+        for flight, _ in self._flights:
+            flight.wait()
+        self._flights.clear()
         self.pending = PendingCopies()
         self.completed.clear()
         self._storages = ModelStorages(None)
