@@ -167,8 +167,7 @@ async def open_stream(
 
     async def work() -> None:
         for read in upcoming:
-            if arrived.empty():  # or more reads would only wait, in memory, for whoever copies what has arrived
-                hire()
+            hire()
             buffer = await pool.acquire(read.staged_bytes) if read.staged_bytes else None
             try:
                 await read.source.read_into(read.item, read.start, list(_memory(read, buffer, gap)))
