@@ -70,6 +70,7 @@ class LoadSession:
         self._stack.callback(self.tracer.close)
         self._books = Books(began=time.monotonic())
         self.may_overlap = True
+        self._failure: BaseException | None = None
         self._sharing: Sharing | None = None
         if group is None and config.share == "require":
             raise ConfigError(
@@ -97,6 +98,8 @@ class LoadSession:
                 self._parts[0].engine.loop.interrupt()
                 flight.wait()
         self._stack.close()
+        self._failure = None  # its traceback refers to all of this
+        self._books.flights.clear()
 
     # -- before: what there is to load -----------------------------------------------------------------
 
@@ -232,6 +235,7 @@ class LoadSession:
         """
         with tracing(self.tracer):
             result = load_weights()
+            self._raise_what_was_swallowed()
             self._complete_all(is_last=True)
         self._books.checksums = settle_checksums([part.engine for part in self._parts], self._sharing)
         if self._sharing is not None:
@@ -250,6 +254,19 @@ class LoadSession:
         return self._parts[bisect_right(self._parts, file, key=lambda part: part.first_file) - 1]
 
     def _fill(self, jobs: Sequence[CopyJob]) -> None:
+        try:
+            self._fill_now(jobs)
+        except BaseException as error:
+            self._failure = error
+            raise
+
+    def _raise_what_was_swallowed(self) -> None:
+        """Raise an error of reading that the model's code caught: it cannot know what of its memory is right."""
+        failed = self._failure or next((flight.error for flight in self._books.flights if flight.error), None)
+        if failed is not None:
+            raise failed
+
+    def _fill_now(self, jobs: Sequence[CopyJob]) -> None:
         if self._sharing is not None and self._sharing.is_open:
             filled = self._sharing.fill(jobs, self._progress)
             if filled is not None:

@@ -16,11 +16,12 @@ class Flight:
     It must come to its end by itself when the engines that it uses are closed.
 
     Attributes:
+        error: that it ended with.
         waited_seconds: that `land` took.
     """
 
     def __init__(self, work: Callable[[], object]) -> None:
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
         self.waited_seconds = 0.0
         self._thread = threading.Thread(
             target=self._run, args=(contextvars.copy_context(), work), name="s3stream-flight", daemon=True
@@ -31,7 +32,7 @@ class Flight:
         try:
             context.run(work)  # spans belong to those of whoever asked
         except BaseException as error:  # noqa: BLE001  it is raised where the result is wanted
-            self._error = error
+            self.error = error
 
     @property
     def is_over(self) -> bool:
@@ -47,6 +48,5 @@ class Flight:
         began = time.perf_counter()
         self._thread.join()
         self.waited_seconds += time.perf_counter() - began
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        if self.error is not None:
+            raise self.error

@@ -185,12 +185,12 @@ class Copies:
 
     def complete(self, copies: Sequence[Pending]) -> None:
         """Fetch what `copies`, which are pending, need and carry them out."""
-        if any(copy.is_airborne for copy in copies):
+        waiting = [copy for copy in copies if not copy.is_airborne]
+        if len(waiting) < len(copies):
             self.land()
-            copies = [copy for copy in copies if not copy.is_airborne]
-        for copy in copies:
+        for copy in waiting:
             self.pending.remove(copy)
-        self._carry_out(copies)
+        self._carry_out(waiting)
 
     def _carry_out(self, copies: Sequence[Pending]) -> None:
         if not copies:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -25,13 +26,13 @@ Weights = Iterable[tuple[str, torch.Tensor]]
 
 
 class GatedSource(MemorySource):
-    """Weights, but not the header, arrive when the gate is open; then they may be refused."""
+    """Weights, but not the header, arrive when the gate is open; then they may be refused, once if that `mends` it."""
 
-    def __init__(self, refuses: bool = False) -> None:
+    def __init__(self, refuses: bool = False, mends: bool = False) -> None:
         super().__init__({"model.safetensors": safetensors.torch.save(STATE)})
         self.gate = threading.Event()
         self.waiting = threading.Event()
-        self._refuses = refuses
+        self._refuses, self._mends = refuses, mends
         self.writes = 0
 
     async def read_into(self, item: ObjectInfo, start: int, buffers: Sequence[memoryview]) -> None:
@@ -40,6 +41,7 @@ class GatedSource(MemorySource):
             while not self.gate.is_set():
                 await asyncio.sleep(0.001)
             if self._refuses:
+                self._refuses = not self._mends
                 raise SourceUnavailableError("the store is gone")
             self.writes += 1
         await super().read_into(item, start, buffers)
@@ -194,3 +196,21 @@ def test_times_add_up() -> None:
     assert times.trace >= 0.2
     assert times.headers + times.trace + times.plan + times.fetch + times.copy == pytest.approx(times.total, abs=0.05)
     assert report.needed_bytes == report.fetched_bytes == sum(value.nbytes for value in STATE.values())
+
+
+@pytest.mark.parametrize("overlap_tensors", [0, 2])
+def test_model_code_that_catches_the_error_does_not_hide_it(overlap_tensors: int) -> None:
+    """It cannot know which of its parameters are right, whatever is read afterwards."""
+    source = GatedSource(refuses=True, mends=True)
+    source.gate.set()
+
+    def load_weights(model: Any, weights: Weights) -> None:
+        iterator = iter(weights)
+        for name in "abc":
+            getattr(model, name).data.copy_(next(iterator)[1])
+        with contextlib.suppress(SourceUnavailableError):
+            model.a.sum()
+
+    with pytest.raises(SourceUnavailableError, match="the store is gone"):
+        load(source, load_weights, overlap_tensors=overlap_tensors, strict=False)
+    assert no_threads_are_left()
