@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ from torch import nn
 
 from sglang_s3stream.parallel import pretend
 
-__all__ = ["Loaded", "differences", "load", "server_arguments", "tensors_of"]
+__all__ = ["Loaded", "load", "server_arguments"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,21 +66,6 @@ def load(
         return Loaded(loader.load_model(model_config=model_config, device_config=DeviceConfig("cpu", 0)), loader)
 
 
-def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return every tensor that a module of `model` holds, by name: parameters, buffers and plain attributes."""
-    found: dict[str, torch.Tensor] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        held: dict[str, object] = {**module._parameters, **module._buffers}
-        held.update((k, v) for k, v in vars(module).items() if k not in {"_parameters", "_buffers", "_modules"})
-        found.update(_tensors_in(held, prefix))
-    return found
-
-
-def differences(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> list[str]:
-    """Return the names whose tensors are not the same byte for byte, or that only one side has."""
-    return [name for name in sorted(a.keys() | b.keys()) if name not in a or name not in b or _differ(a[name], b[name])]
-
-
 @contextmanager
 def _memory_filled() -> Iterator[None]:
     """Let ``torch.empty`` fill memory (NaN, or the largest integer), which it does in deterministic mode only."""
@@ -94,26 +79,3 @@ def _memory_filled() -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(mode[0], warn_only=mode[1])
         deterministic.fill_uninitialized_memory = fill
-
-
-def _tensors_in(value: object, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
-        yield name, value
-        return
-    items: Iterable[tuple[object, object]] = ()
-    if isinstance(value, dict):
-        items = value.items()
-    elif isinstance(value, (list, tuple)):
-        items = enumerate(value)
-    for key, item in items:
-        yield from _tensors_in(item, f"{name}.{key}" if name else str(key))
-
-
-def _differ(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if type(a) is not type(b) or a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
-        return True
-    return not a.is_meta and not torch.equal(_bytes(a), _bytes(b))
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

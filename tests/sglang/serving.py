@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import socket
 import sys
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.vllm.serving import MAX_TOKENS, PROMPTS, EngineFailedError, ProcessTree, wait_until
+from tests.vllm.serving import MAX_TOKENS, PROMPTS, EngineServer
 
 __all__ = ["Server", "engine_environment", "expected_tokens", "two_ranks"]
 
 _ROOT = Path(__file__).parent.parent.parent
-_START_SECONDS = 240.0
-_STOP_SECONDS = 60.0
 
 
 def engine_environment(scratch: Path, *, access_key: str, secret_key: str, endpoint_url: str) -> dict[str, str]:
@@ -71,57 +67,25 @@ def expected_tokens(folder: Path) -> list[list[int]]:
     return found
 
 
-class Server:
-    """SGLang's server; a context manager.
+class Server(EngineServer):
+    """SGLang's server.
 
     Args:
         arguments: of the command line, behind the model.
     """
 
+    start_seconds = 240.0
+
     def __init__(self, model: str, arguments: Sequence[str], environment: dict[str, str], log: Path) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            port = listener.getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
-        command = [sys.executable, "-c", "from sglang.cli.main import main; main()"]
-        command += ["serve", "--model-path", model, "--host", "127.0.0.1", "--port", str(port)]
-        command += ["--load-format", "s3stream", "--device", "cpu", "--dtype", "float32", "--context-length", "64"]
-        command += ["--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
-        command += ["--grammar-backend", "none", "--max-total-tokens", "1024", "--max-running-requests", "4"]
-        command += ["--mem-fraction-static", "0.3", "--skip-server-warmup", *arguments]
-        self.tree = ProcessTree(command, environment, log)
+        def command(port: int) -> list[str]:
+            command = [sys.executable, "-c", "from sglang.cli.main import main; main()"]
+            command += ["serve", "--model-path", model, "--host", "127.0.0.1", "--port", str(port)]
+            command += ["--load-format", "s3stream", "--device", "cpu", "--dtype", "float32", "--context-length", "64"]
+            command += ["--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
+            command += ["--grammar-backend", "none", "--max-total-tokens", "1024", "--max-running-requests", "4"]
+            return [*command, "--mem-fraction-static", "0.3", "--skip-server-warmup", *arguments]
 
-    def __enter__(self) -> Server:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.tree.__exit__()
-
-    def wait_until_healthy(self) -> None:
-        """Wait for ``/health``.
-
-        Raises:
-            EngineFailedError: the server ended or did not start in time.
-        """
-
-        def settled() -> bool:
-            return self.tree.process.poll() is not None or self._is_healthy()
-
-        if not wait_until(settled, _START_SECONDS) or self.tree.process.poll() is not None:
-            raise EngineFailedError(f"the server did not start:\n{self.tree.output()[-8000:]}")
-
-    def _is_healthy(self) -> bool:
-        try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as response:
-                return bool(response.status == 200)
-        except OSError:  # nobody listens, or 503
-            return False
-
-    def get(self, path: str) -> Any:
-        return json.loads(self.text(path))
-
-    def text(self, path: str) -> str:
-        with urllib.request.urlopen(self.url + path, timeout=60) as response:
-            return str(response.read().decode())
+        super().__init__(command, environment, log)
 
     def complete(self) -> list[list[int]]:
         """Continue `PROMPTS` greedily; return the tokens."""
@@ -130,8 +94,3 @@ class Server:
         request = urllib.request.Request(f"{self.url}/generate", body, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=120) as response:
             return [answer["output_ids"] for answer in json.load(response)]
-
-    def terminate(self) -> int:
-        """Ask the server to end, as a supervisor does; return its exit status."""
-        self.tree.process.send_signal(signal.SIGTERM)
-        return self.tree.wait(_STOP_SECONDS)

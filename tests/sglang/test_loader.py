@@ -19,7 +19,8 @@ from streamer.errors import IncompleteCheckpointError, MissingParametersError
 from streamer.session import LoadSession
 from tests.servers.object_server import ObjectServer
 from tests.sglang.cases import CASES, Case, write_checkpoint
-from tests.sglang.host import differences, load, server_arguments, tensors_of
+from tests.sglang.host import load, server_arguments
+from tests.tensors import differences, tensors_of
 
 Get = Callable[[str], tuple[Case, Path]]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ from torch import nn
 from tests.vllm.case import Case
 from vllm_s3stream.parallel import pretend, set_layout
 
-__all__ = ["Built", "build", "differences", "finalize", "load_default", "loading", "tensors_of"]
+__all__ = ["Built", "build", "finalize", "load_default", "loading"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,29 +95,6 @@ def finalize(built: Built) -> None:
             finalize_layerwise_processing(built.model, built.model_config)
 
 
-def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return every tensor that a module of `model` holds, by name: parameters, buffers and plain attributes.
-
-    vLLM keeps some in attributes and in lists: quantised scales, convolution states, rotary caches. Left out are the
-    constants that torch.fx puts on modules when vLLM traces one of transformers': not on each model, and not loaded.
-    """
-    found: dict[str, torch.Tensor] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        held: dict[str, object] = {**module._parameters, **module._buffers}
-        held.update(
-            (name, value)
-            for name, value in vars(module).items()
-            if name not in {"_parameters", "_buffers", "_modules"} and not name.startswith("_tensor_constant")
-        )
-        found.update(_tensors_in(held, prefix))
-    return found
-
-
-def differences(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> list[str]:
-    """Return the names whose tensors are not the same byte for byte, or that only one side has."""
-    return [name for name in sorted(a.keys() | b.keys()) if name not in a or name not in b or _differ(a[name], b[name])]
-
-
 def _configure(folder: Path, case: Case, tensor: int, rank: int) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
@@ -169,26 +146,3 @@ def _result_of_load_weights(model: nn.Module) -> Iterator[list[set[str] | None]]
         yield results
     finally:
         del vars(model)["load_weights"]
-
-
-def _tensors_in(value: object, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
-        yield name, value
-        return
-    items: Iterable[tuple[object, object]] = ()
-    if isinstance(value, dict):
-        items = value.items()
-    elif isinstance(value, (list, tuple)):
-        items = enumerate(value)
-    for key, item in items:
-        yield from _tensors_in(item, f"{name}.{key}" if name else str(key))
-
-
-def _differ(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if type(a) is not type(b) or a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
-        return True
-    return not a.is_meta and not torch.equal(_bytes(a), _bytes(b))
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -26,9 +26,10 @@ from streamer.fetch.fill import CopyJob, demand_of
 from streamer.plan.geometry import runs
 from streamer.report import LoadReport
 from streamer.share.sharing import Sharing
+from tests.tensors import differences, tensors_of
 from tests.vllm.case import Case, Checkpoint
 from tests.vllm.cpu import allow_gated_layers
-from tests.vllm.host import build, differences, finalize, loading, tensors_of
+from tests.vllm.host import build, finalize, loading
 from vllm_s3stream import parallel, register
 
 __all__ = ["Rank", "RankFailedError", "Spans", "load_on_ranks", "union"]

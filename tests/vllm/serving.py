@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 __all__ = [
     "MAX_TOKENS",
@@ -30,6 +30,7 @@ __all__ = [
     "Answer",
     "EngineFailedError",
     "EngineHost",
+    "EngineServer",
     "ProcessTree",
     "Server",
     "engine_environment",
@@ -480,23 +481,25 @@ def _answer_all(results: int) -> None:
 # -- vllm serve ----------------------------------------------------------------------------------------
 
 
-class Server:
-    """``vllm serve``; a context manager.
+class EngineServer:
+    """An engine's server on a free port; a context manager.
 
     Args:
-        arguments: of the command line, behind the model.
+        command: returns the command line, given the port.
+
+    Attributes:
+        start_seconds: how long it may take to be healthy.
     """
 
-    def __init__(self, model: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+    start_seconds = _START_SECONDS
+
+    def __init__(self, command: Callable[[int], Sequence[str]], environment: Mapping[str, str], log: Path) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
-        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, "--load-format", "s3stream"]
-        command += ["--host", "127.0.0.1", "--port", str(port)]
-        command += ["--enforce-eager", "--max-model-len", "64", "--dtype", "float32", *arguments]
-        self.tree = ProcessTree(command, environment, log)
+        self.tree = ProcessTree(command(port), environment, log)
 
-    def __enter__(self) -> Server:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -512,8 +515,8 @@ class Server:
         def settled() -> bool:
             return self.tree.process.poll() is not None or self._is_healthy()
 
-        if not wait_until(settled, _START_SECONDS) or self.tree.process.poll() is not None:
-            raise EngineFailedError(f"vllm serve did not start:\n{self.tree.output()[-5000:]}")
+        if not wait_until(settled, self.start_seconds) or self.tree.process.poll() is not None:
+            raise EngineFailedError(f"the server did not start:\n{self.tree.output()[-5000:]}")
 
     def _is_healthy(self) -> bool:
         try:
@@ -528,6 +531,27 @@ class Server:
     def text(self, path: str) -> str:
         with urllib.request.urlopen(self.url + path, timeout=60) as response:
             return str(response.read().decode())
+
+    def terminate(self) -> int:
+        """Ask the server to end, as a supervisor does; return its exit status."""
+        self.tree.process.send_signal(signal.SIGTERM)
+        return self.tree.wait(_STOP_SECONDS)
+
+
+class Server(EngineServer):
+    """``vllm serve``.
+
+    Args:
+        arguments: of the command line, behind the model.
+    """
+
+    def __init__(self, model: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+        def command(port: int) -> list[str]:
+            command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, "--load-format", "s3stream"]
+            command += ["--host", "127.0.0.1", "--port", str(port)]
+            return [*command, "--enforce-eager", "--max-model-len", "64", "--dtype", "float32", *arguments]
+
+        super().__init__(command, environment, log)
 
     def complete(self, model: str) -> list[list[int]]:
         """Continue `PROMPTS` greedily; return the tokens."""
@@ -545,11 +569,6 @@ class Server:
         with urllib.request.urlopen(request, timeout=60) as response:
             choices = sorted(json.load(response)["choices"], key=lambda choice: int(choice["index"]))
         return [choice["token_ids"] for choice in choices]
-
-    def terminate(self) -> int:
-        """Ask the server to end, as a supervisor does; return its exit status."""
-        self.tree.process.send_signal(signal.SIGTERM)
-        return self.tree.wait(_STOP_SECONDS)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from tests.tensors import differences, tensors_of
 from tests.vllm.cases import CASES, Case
-from tests.vllm.host import Built, build, differences, finalize, load_default, loading, tensors_of
+from tests.vllm.host import Built, build, finalize, load_default, loading
 
 Get = Callable[[str], tuple[Case, Path]]
 

@@ -31,8 +31,9 @@ from streamer.errors import (
 )
 from streamer.sources import open_source
 from tests.servers.object_server import ObjectServer
+from tests.tensors import differences, tensors_of
 from tests.vllm.cases import Case
-from tests.vllm.host import Built, build, differences, finalize, load_default, loading, tensors_of
+from tests.vllm.host import Built, build, finalize, load_default, loading
 
 Get = Callable[[str], tuple[Case, Path]]
 URL = "s3://models/org/m"
