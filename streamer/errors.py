@@ -23,7 +23,8 @@
     └── LoadError (RuntimeError)               bytes arrived, but the model cannot be right
         ├── MissingParametersError             parameters that nothing was loaded into
         ├── VerificationError                  a parameter does not hold what its source holds
-        └── LeakedLazyTensorError              a lazy tensor survived the load
+        ├── LeakedLazyTensorError              a lazy tensor survived the load
+        └── RollbackError                      an update failed, and so did the way back
 
 The split follows who can act: the caller, the owner of the checkpoint, the owner of the store, that of the
 folder, or the author of the model code. Messages never hold a secret, a signed URL or a proxy password.
@@ -51,6 +52,7 @@ __all__ = [
     "NotFetchedError",
     "ObjectChangedError",
     "ObjectNotFoundError",
+    "RollbackError",
     "SourceError",
     "SourceUnavailableError",
     "StreamError",
@@ -241,3 +243,7 @@ class VerificationError(LoadError):
 
 class LeakedLazyTensorError(LoadError):
     """A lazy tensor is still part of the model, or was used after its load ended."""
+
+
+class RollbackError(LoadError):
+    """An update failed half-way, and what was served before could not be loaded again: there is nothing to serve."""

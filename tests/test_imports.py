@@ -43,6 +43,7 @@ LAYERS = [
     "session",
     "loader",
     "artifacts",
+    "update",
     "engines",
     "dryrun",
     "reference",
