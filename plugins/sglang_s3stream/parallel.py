@@ -63,16 +63,13 @@ def pretend(server_args: Any, *, rank: int) -> Iterator[None]:
     try:
         publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=rank, gpu_id=0))
         parallel = get_parallel()
-        tensor = _Group(parallel.tp_rank, parallel.tp_size)
-        experts = _Group(parallel.moe_ep_rank, parallel.moe_ep_size)
-        alone = _Group(0, 1)
         parallel.override_permanently(
             pp_group=_Group(parallel.pp_rank, parallel.pp_size),
-            tp_group=tensor,
-            attn_tp_group=tensor,
-            moe_tp_group=alone if experts.world_size > 1 else tensor,
-            moe_ep_group=experts,
-            attn_cp_group=alone,
+            tp_group=_Group(parallel.tp_rank, parallel.tp_size),
+            attn_tp_group=_Group(parallel.attn_tp_rank, parallel.attn_tp_size),
+            moe_tp_group=_Group(parallel.moe_tp_rank, parallel.moe_tp_size),
+            moe_ep_group=_Group(parallel.moe_ep_rank, parallel.moe_ep_size),
+            attn_cp_group=_Group(0, 1),
         )
         yield
     finally:

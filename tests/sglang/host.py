@@ -52,6 +52,8 @@ def load(
     )
     with pretend(arguments, rank=rank), _memory_filled():
         model_config = ModelConfig.from_server_args(arguments)
+        if arguments.ep_num_redundant_experts:
+            _place_experts(model_config)
         load_config = build_load_config(
             server_args=arguments,
             tp_rank=rank,
@@ -64,6 +66,18 @@ def load(
         loader = get_model_loader(load_config, model_config)
         torch.manual_seed(0)  # a few layers draw their initial values
         return Loaded(loader.load_model(model_config=model_config, device_config=DeviceConfig("cpu", 0)), loader)
+
+
+def _place_experts(model_config: Any) -> None:
+    """Say which experts lie where, as a model runner does before it builds its model."""
+    from sglang.srt.eplb.expert_location import (
+        compute_initial_expert_location_metadata,
+        set_global_expert_location_metadata,
+    )
+    from sglang.srt.runtime_context import get_parallel
+
+    places = compute_initial_expert_location_metadata(model_config, get_parallel().moe_ep_rank)
+    set_global_expert_location_metadata(places)
 
 
 @contextmanager
