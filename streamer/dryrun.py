@@ -20,6 +20,7 @@ from streamer.trace.barrier import tracing
 from streamer.trace.collector import fewer_full_collections
 from streamer.trace.layout import view_of
 from streamer.trace.lazy import FileBase, LazyTensor
+from streamer.trace.leaks import give_values
 from streamer.trace.pending import Pending, storage_key
 from streamer.trace.storages import ModelStorages, named_tensors
 from streamer.trace.tracer import Tracer
@@ -88,6 +89,7 @@ def _dry_run(target: RankModel, checkpoint: Checkpoint, config: StreamConfig) ->
     try:
         with tracing(tracer):
             target.load_weights(weights())
+            give_values(target.model, tracer)
             tracer.copies.complete_all()
     finally:
         tracer.close()

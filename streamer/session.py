@@ -27,7 +27,7 @@ from streamer.share.settling import settle_checksums
 from streamer.share.sharing import SharedFile, Sharing
 from streamer.sources.base import ObjectInfo, Source
 from streamer.trace.barrier import tracing
-from streamer.trace.leaks import refuse_leaks
+from streamer.trace.leaks import give_values, refuse_leaks
 from streamer.trace.storages import ModelStorages
 from streamer.trace.tracer import Tracer
 from streamer.verify import verify_copies
@@ -236,6 +236,7 @@ class LoadSession:
         with tracing(self.tracer):
             result = load_weights()
             self._raise_what_was_swallowed()
+            give_values(self.model, self.tracer)
             self._complete_all(is_last=True)
         self._books.checksums = settle_checksums([part.engine for part in self._parts], self._sharing)
         if self._sharing is not None:

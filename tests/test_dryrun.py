@@ -53,6 +53,21 @@ def test_every_rank_loads_what_was_planned() -> None:
             assert {copy.parameter for copy in planned.copies} == {name for name, _ in model.named_parameters()}
 
 
+def test_what_a_model_keeps_is_planned() -> None:
+    def loader(model: Any, weights: Any) -> None:
+        for name, tensor in weights:
+            if name == "table":
+                model.kept = tensor[:3] + torch.arange(3)
+            else:
+                model.b.data.copy_(tensor)
+
+    state = {"table": torch.ones(8, dtype=torch.int64), "bias": torch.ones(4)}
+    planned = plan_for(Model(loader, {"b": (4,)}), source_of(state), StreamConfig())
+    report = streamer.load(Model(loader, {"b": (4,)}), source_of(state))
+    assert planned.plan.needed_bytes == report.needed_bytes == 4 * 4 + 3 * 8
+    assert planned.materialised == report.materialised
+
+
 def test_writes_reads_and_expressions_are_followed() -> None:
     def loader(model: Any, weights: Any) -> None:
         for name, tensor in weights:

@@ -39,6 +39,7 @@ def load(
     rank: int = 1,
     load_format: str = "s3stream",
     extra: Mapping[str, Any] | None = None,
+    is_draft_model: bool = False,
     **more: Any,
 ) -> Loaded:
     """Build and load one rank's model, of two unless `more` says otherwise, as a scheduler process does."""
@@ -51,7 +52,7 @@ def load(
         model, **{"tp_size": 2, "load_format": load_format, "model_loader_extra_config": dict(extra or {}), **more}
     )
     with pretend(arguments, rank=rank), _memory_filled():
-        model_config = ModelConfig.from_server_args(arguments)
+        model_config = ModelConfig.from_server_args(arguments, is_draft_model=is_draft_model)
         if arguments.ep_num_redundant_experts:
             _place_experts(model_config)
         load_config = build_load_config(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -270,24 +270,120 @@ def test_rule_7_code_after_the_loop_sees_loaded_parameters() -> None:
     load_all_ways(loader, {"a": (8, 6), "b": (8, 6)}, STATE)
 
 
-@pytest.mark.parametrize("keep", ["parameter", "attribute", "list", "on_parameter"])
+class Pair(NamedTuple):
+    """Of tensors."""
+
+    first: torch.Tensor
+    second: Any
+
+
+def _keep_in_attribute(model: Any, tensor: torch.Tensor) -> None:
+    model.kept = tensor
+
+
+def _keep_result(model: Any, tensor: torch.Tensor) -> None:
+    model.kept = tensor[:2] + torch.arange(tensor.shape[1])
+
+
+def _keep_in_containers(model: Any, tensor: torch.Tensor) -> None:
+    model.kept = {"deep": [Pair(tensor[0], 5), (tensor,)], "else": {1, 2}}
+
+
+def _keep_in_set(model: Any, tensor: torch.Tensor) -> None:
+    model.kept = {tensor}
+
+
+def _keep_on_parameter(model: Any, tensor: torch.Tensor) -> None:
+    model.w.kept = tensor
+
+
+def _keep_in_buffer(model: Any, tensor: torch.Tensor) -> None:
+    model.register_buffer("kept", tensor)
+
+
+KEEP = {
+    function.__name__.removeprefix("_keep_"): function
+    for function in (
+        _keep_in_attribute,
+        _keep_result,
+        _keep_in_containers,
+        _keep_in_set,
+        _keep_on_parameter,
+        _keep_in_buffer,
+    )
+}
+
+
+def _flat(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return [item for key in value for item in [key, *_flat(value[key])]]
+    if isinstance(value, (list, tuple, set)):
+        return [type(value).__name__, *(item for element in value for item in _flat(element))]
+    return [(type(value), value.tolist()) if isinstance(value, torch.Tensor) else value]
+
+
+@pytest.mark.parametrize("keep", KEEP)
+def test_rule_7_what_a_model_keeps_gets_its_values(keep: str) -> None:
+    def loader(model: Any, weights: Any) -> None:
+        for name, tensor in weights:
+            if name == "a":
+                KEEP[keep](model, tensor)
+
+    kept = {}
+    for mode in ("trace", "eager"):
+        model: Any = Model(loader, {"w": (1,)})
+        report = streamer.load(model, source_of(STATE), {"strict": False, "mode": mode})
+        kept[mode] = _flat(model.w.kept if keep == "on_parameter" else model.kept)
+        assert [read.operation for read in report.materialised] == (
+            [f"the model keeps {'w' if keep == 'on_parameter' else 'kept'}"] if mode == "trace" else []
+        )
+    assert kept["trace"] == kept["eager"]
+
+
+def test_rule_7_views_that_a_model_keeps_share_memory() -> None:
+    def loader(model: Any, weights: Any) -> None:
+        for name, tensor in weights:
+            if name == "a":
+                model.whole, model.row, model.again = tensor, [tensor[1]], tensor
+
+    for mode in ("trace", "eager"):
+        model: Any = Model(loader, {"w": (1,)})
+        streamer.load(model, source_of(STATE), {"strict": False, "mode": mode})
+        assert model.whole is model.again
+        model.row[0][2] = 77
+        assert model.whole[1, 2] == 77
+
+
+def test_rule_7_a_list_that_a_model_keeps_stays_the_same_list() -> None:
+    outside: list[torch.Tensor] = []
+
+    def loader(model: Any, weights: Any) -> None:
+        model.kept = outside
+        outside.extend(tensor for name, tensor in weights if name == "a")
+
+    streamer.load(Model(loader, {"w": (1,)}), source_of(STATE), {"strict": False})
+    assert torch.equal(outside[0], STATE["a"])
+
+
+@pytest.mark.parametrize("keep", ["as a parameter", "in deep containers"])
 def test_rule_7_leaked_lazies_fail_loudly(keep: str) -> None:
     def loader(model: Any, weights: Any) -> None:
         for name, tensor in weights:
             if name == "a":
-                if keep == "parameter":
+                if keep == "as a parameter":
                     model.kept = torch.nn.Parameter(tensor, requires_grad=False)
-                elif keep == "attribute":
-                    model.kept = tensor
-                elif keep == "list":
-                    model.kept = {"deep": [tensor]}
                 else:
-                    model.w.kept = tensor
+                    model.w.kept = [[tensor]]
 
-    with pytest.raises(LeakedLazyTensorError, match=r"(kept|w).*mode=eager"):
-        streamer.load(Model(loader, {"w": (1,)}), source_of(STATE), {"strict": False})
-    model = Model(loader, {"w": (1,)})
-    streamer.load(model, source_of(STATE), {"strict": False, "mode": "eager"})
+    if keep == "as a parameter":
+        with pytest.raises(LeakedLazyTensorError, match=r"kept.*mode=eager"):
+            streamer.load(Model(loader, {"w": (1,)}), source_of(STATE), {"strict": False})
+        streamer.load(Model(loader, {"w": (1,)}), source_of(STATE), {"strict": False, "mode": "eager"})
+        return
+    model: Any = Model(loader, {"w": (1,)})
+    streamer.load(model, source_of(STATE), {"strict": False})
+    with pytest.raises(LeakedLazyTensorError, match="after its load had ended"):
+        model.w.kept[0][0].sum().item()
 
 
 def test_rule_7_a_lazy_used_after_the_load_raises() -> None:
