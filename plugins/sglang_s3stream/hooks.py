@@ -18,6 +18,7 @@ __all__ = ["check", "install", "is_ours"]
 _VERIFY = "sglang.srt.configs.load_config.LoadConfig._verify_load_format"
 _EXPERTS = "sglang.srt.utils.common.has_fp8_weights_in_checkpoint"
 _PROJECTION = "sglang.srt.arg_groups.model_hook._probe_wo_a_weight_dtype"
+_ADAPTER = "sglang.srt.lora.lora_config.LoRAConfig.__init__"
 _STEP = "handle_model_source_paths"
 
 
@@ -70,9 +71,15 @@ def check() -> None:
 
 
 def _hooks() -> dict[str, Callable[..., Any]]:
+    from sglang_s3stream.adapters import read_adapter
     from sglang_s3stream.folders import dtype_of_projection, has_float8_experts
 
-    return {_VERIFY: _verify_load_format, _EXPERTS: has_float8_experts, _PROJECTION: dtype_of_projection}
+    return {
+        _VERIFY: _verify_load_format,
+        _EXPERTS: has_float8_experts,
+        _PROJECTION: dtype_of_projection,
+        _ADAPTER: read_adapter,
+    }
 
 
 def _resolve_paths(server_args: Any, previous: Callable[[Any], None]) -> None:

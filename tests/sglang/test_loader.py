@@ -15,12 +15,13 @@ from sglang_s3stream.parallel import pretend
 from sglang_s3stream.weights import LayerOfSeveral, files_to_load
 from streamer.artifacts.locate import locate
 from streamer.config import StreamConfig
-from streamer.errors import IncompleteCheckpointError, MissingParametersError
+from streamer.errors import IncompleteCheckpointError, MissingParametersError, ObjectNotFoundError
 from streamer.session import LoadSession
 from tests.servers.object_server import ObjectServer
 from tests.sglang.cases import CASES, Case, write_checkpoint
 from tests.sglang.host import load, server_arguments
 from tests.tensors import differences, tensors_of
+from tests.vllm import serving
 
 Get = Callable[[str], tuple[Case, Path]]
 
@@ -114,6 +115,33 @@ def test_lora_may_use_the_configuration_after_us() -> None:
     assert loader._options.concurrency == 3
     assert config.load_format == LoadFormat.AUTO
     assert DefaultModelLoader(config)
+
+
+@pytest.mark.parametrize("how", ["URL", "folder"])
+def test_lora_adapters_may_be_urls(
+    tmp_path: Path, server: ObjectServer, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """As ``lora/lora_manager.py`` and ``lora/lora.py`` read them. SGLang pins memory for them, which takes a GPU."""
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.lora.lora_config import LoRAConfig
+    from sglang.srt.model_loader.loader import DefaultModelLoader, get_model_loader
+
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    monkeypatch.setenv("S3STREAM_CACHE_DIR", str(tmp_path / "cache"))
+    folder = serving.make_adapter(tmp_path / "adapter", serving.make_llama(tmp_path / "m", seed=0))
+    server.put_folder("adapters", "a/", folder)
+    config = LoRAConfig("s3://adapters/a" if how == "URL" else str(folder), base_vocab_size=256)
+    assert config.r == 8
+    load_config = LoadConfig(load_format="s3stream")
+    get_model_loader(load_config)
+    with pretend(server_arguments(tmp_path / "m"), rank=0):
+        source = DefaultModelLoader.Source(config.path, revision=None, fall_back_to_pt=True)
+        found = dict(DefaultModelLoader(load_config)._get_weights_iterator(source))
+    assert found
+    assert not differences(safetensors.torch.load_file(folder / "adapter_model.safetensors"), found)
+    with pytest.raises(ObjectNotFoundError, match="adapters/b"):
+        LoRAConfig("s3://adapters/b")
 
 
 def test_secondary_weights_prefixes_and_patterns_are_the_default_loaders(checkpoint: Get, tmp_path: Path) -> None:
