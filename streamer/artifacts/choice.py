@@ -7,7 +7,7 @@ from collections.abc import Sequence, Set
 from streamer.artifacts.metadata import PINS_FILE, Mode, PulledFolder, refuse_escape
 from streamer.checkpoint.manifest import MANIFEST_KEY
 from streamer.checkpoint.partial import Layout
-from streamer.checkpoint.select import Listed, is_metadata, select_files
+from streamer.checkpoint.select import Listed, accompanying, has_weights_beside, select_files
 from streamer.config import StreamConfig
 from streamer.errors import CheckpointError
 from streamer.fetch.headers import read_index
@@ -37,11 +37,13 @@ async def choose(source: Source, config: StreamConfig, items: Sequence[ObjectInf
         SourceError: see `streamer.errors`.
     """
     ours = [item for item in items if item.key != PINS_FILE]  # of whoever fetched into what is fetched from
-    chosen = [item for item in ours if is_metadata(item.key)]
+    by_key = {item.key: item for item in ours}
+    listing = [Listed(item.key, item.size) for item in ours]
+    is_index_needed = mode != "metadata" or has_weights_beside(listing)
+    index = await read_index(source, config, by_key, listing) if is_index_needed else None
+    along = accompanying(listing, index)
+    chosen = [item for item in ours if item.key in along]
     if mode != "metadata":
-        by_key = {item.key: item for item in ours}
-        listing = [Listed(item.key, item.size) for item in ours]
-        index = await read_index(source, config, by_key, listing)
         weights = select_files(source.url, listing, index).weights
         if mode == "weights":
             about = {MANIFEST_KEY, index.key if index is not None else MANIFEST_KEY}

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from streamer.artifacts.choice import choose
 from streamer.artifacts.digests import BLOCK_BYTES, Progress, differences, digest_others, make_manifest
 from streamer.artifacts.metadata import PINS_FILE, Mode, read_marker
 from streamer.checkpoint.manifest import MANIFEST_KEY, MAX_MANIFEST_BYTES, Manifest, parse_manifest
-from streamer.checkpoint.select import is_metadata
 from streamer.config import StreamConfig
 from streamer.errors import CheckpointError, ObjectNotFoundError
 from streamer.fetch.headers import read_object
@@ -71,7 +71,7 @@ async def compare_copy(
         expected = await _read(source, config, mode, BLOCK_BYTES, progress)
     copy = LocalSource(folder, threads=config.concurrency)
     try:
-        found = await _read(copy, config, mode, expected.block_bytes, progress)
+        found = await _read(copy, config, mode, expected.block_bytes, progress, is_copy=True)
     finally:
         await copy.close()
     others = expected.others
@@ -82,9 +82,17 @@ async def compare_copy(
 
 
 async def _read(
-    source: Source, config: StreamConfig, mode: Mode, block_bytes: int, progress: Progress | None
+    source: Source,
+    config: StreamConfig,
+    mode: Mode,
+    block_bytes: int,
+    progress: Progress | None,
+    *,
+    is_copy: bool = False,
 ) -> Manifest:
     if mode != "metadata":
         return await make_manifest(source, config, progress=progress, block_bytes=block_bytes)
-    keys = [item.key for item in await source.list() if item.key != PINS_FILE and is_metadata(item.key)]
+    items = [item for item in await source.list() if item.key != PINS_FILE]
+    # What is in the copy is told by the other side: without weights, nothing tells those beside them from the model's.
+    keys = [item.key for item in (items if is_copy else await choose(source, config, items, mode))]
     return Manifest(block_bytes, {}, await digest_others(source, keys))

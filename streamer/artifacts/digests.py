@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from streamer.checkpoint.checkpoint import Checkpoint
 from streamer.checkpoint.manifest import HEADER, MANIFEST_KEY, FileDigests, Manifest, Stretch, block_digest
 from streamer.config import StreamConfig
-from streamer.fetch.headers import read_checkpoint, read_object
+from streamer.fetch.headers import read_checkpoint
 from streamer.sources.base import ObjectInfo, Source
 
 __all__ = ["BLOCK_BYTES", "differences", "digest_others", "make_manifest"]
 
 #: A read is widened by less than two blocks, and the digests of a terabyte take sixteen megabytes.
 BLOCK_BYTES = 1 << 20
-_MOST_OTHER_BYTES = 1 << 30
+_READ_BYTES = 16 << 20
 
 Progress = Callable[[int, int], None]
 
@@ -133,8 +133,13 @@ async def digest_others(source: Source, keys: Iterable[str]) -> dict[str, str]:
     others = {}
     for key in keys:
         if key != MANIFEST_KEY:
-            body = await read_object(source, await source.stat(key), limit_bytes=_MOST_OTHER_BYTES)
-            others[key] = hashlib.sha256(body).hexdigest()
+            item, digest = await source.stat(key), hashlib.sha256()
+            body = memoryview(bytearray(min(_READ_BYTES, item.size)))
+            for start in range(0, item.size, _READ_BYTES):
+                piece = body[: min(_READ_BYTES, item.size - start)]
+                await source.read_into(item, start, [piece])
+                digest.update(piece)
+            others[key] = digest.hexdigest()
     return others
 
 

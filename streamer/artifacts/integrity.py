@@ -48,7 +48,7 @@ class IntegrityCheck:
     """
 
     def __init__(self, source: Source, config: StreamConfig) -> None:
-        self.source = VerifiedSource(source) if config.integrity == "manifest" else source
+        self.source = VerifiedSource(source, are_wholes_checked=True) if config.integrity == "manifest" else source
         self._config = config
         self._manifest: Manifest | None = None
         self._on_disk = _OnDisk(source)

@@ -1,4 +1,4 @@
-"""Pulls what is not weights into a folder, once per node, and remembers which objects it saw.
+"""Pulls what goes with a model's weights into a folder, once per node, and remembers which objects it saw.
 
 An engine wants a local folder with ``config.json``, the tokenizer and, sometimes, code. It gets one whose
 name is a digest of the listing: another process that finds the same listing uses the same folder, and a
@@ -25,9 +25,10 @@ from typing import Any, Literal
 
 from streamer.checkpoint.manifest import MANIFEST_KEY, parse_manifest
 from streamer.checkpoint.partial import PINS_FILE, Partial
-from streamer.checkpoint.select import is_metadata
+from streamer.checkpoint.select import Listed, accompanying, has_weights_beside
 from streamer.config import StreamConfig
 from streamer.errors import CheckpointError, ConfigError, IntegrityError, StreamError
+from streamer.fetch.headers import read_index
 from streamer.sources.base import ObjectInfo, Source
 from streamer.sources.open import local_path, open_source
 from streamer.transport.loop import LoopThread
@@ -37,6 +38,9 @@ __all__ = ["PINS_FILE", "Mode", "PulledFolder", "metadata_folder", "pull", "read
 _FORMAT = 3  # 1 had no versions, 2 did not say what is here
 #: Of a folder with files that are not whole, so that no earlier version of ours takes it for another one.
 _PARTIAL_FORMAT = 4
+
+#: Of the choice of files: a folder that was filled by another is not used. 1 left out weights beside the model.
+_CHOICE = 2
 
 #: Which files of a checkpoint to bring.
 Mode = Literal["metadata", "weights", "all"]
@@ -89,10 +93,12 @@ class PulledFolder:
 
 
 def pull(url: str, config: StreamConfig, *, everything: bool = False) -> PulledFolder:
-    """Bring the files of `url` that are not weights to this machine, unless they are here already.
+    """Bring what goes with the weights of `url` to this machine, unless it is here already.
+
+    That is what is not weights, and weights that engines look for in the folder: see `accompanying`.
 
     Args:
-        everything: weights too, for adapters, which engines read from files.
+        everything: the weights too, for adapters, which engines read from files.
 
     Raises:
         CheckpointError: a key would leave the folder.
@@ -104,7 +110,7 @@ def pull(url: str, config: StreamConfig, *, everything: bool = False) -> PulledF
     loop = LoopThread(use_uvloop=config.use_uvloop)
     try:
         items = tuple(loop.run(_list(source)))
-        wanted = [item for item in items if everything or is_metadata(item.key)]
+        wanted = items if everything else loop.run(_accompanying(source, config, items))
         for item in wanted:
             refuse_escape(source, item.key)
         folder = _cache(config) / _name(source.url, items, everything, config.integrity)
@@ -125,6 +131,14 @@ def pull(url: str, config: StreamConfig, *, everything: bool = False) -> PulledF
         return pulled
     finally:
         loop.close(before=source.close)
+
+
+async def _accompanying(source: Source, config: StreamConfig, items: Sequence[ObjectInfo]) -> Sequence[ObjectInfo]:
+    listing = [Listed(item.key, item.size) for item in items]
+    is_index_needed = has_weights_beside(listing)
+    index = await read_index(source, config, {i.key: i for i in items}, listing) if is_index_needed else None
+    keys = accompanying(listing, index)
+    return [item for item in items if item.key in keys]
 
 
 def metadata_folder(url: str, config: StreamConfig) -> Path:
@@ -196,7 +210,7 @@ def _cache(config: StreamConfig) -> Path:
 def _name(url: str, items: Sequence[ObjectInfo], everything: bool, integrity: str) -> str:
     """Name a folder so that whoever wants the same, checked alike, finds it."""
     listing = sorted((item.key, item.size, item.pin, item.version) for item in items)
-    digest = hashlib.sha256(json.dumps([_FORMAT, url, everything, integrity, listing]).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps([_FORMAT, _CHOICE, url, everything, integrity, listing]).encode()).hexdigest()
     # Engines put the folder's name into messages; let it be recognisable.
     readable = re.sub(r"[^A-Za-z0-9._-]+", "-", url.partition("://")[2]).strip("-.")[-60:]
     return f"{readable}-{digest[:20]}"

@@ -10,17 +10,31 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from streamer.checkpoint.index import INDEX_SUFFIX, Index
 from streamer.errors import CheckpointError, IncompleteCheckpointError, UnsupportedCheckpointError, shorten
 
-__all__ = ["Listed", "Selection", "Skipped", "choose_index", "is_metadata", "select_files"]
+__all__ = [
+    "MOST_BESIDE_BYTES",
+    "Listed",
+    "Selection",
+    "Skipped",
+    "accompanying",
+    "choose_index",
+    "has_weights_beside",
+    "select_files",
+]
 
 WEIGHTS_SUFFIX = ".safetensors"
 _PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 _OTHER_WEIGHT_SUFFIXES = (".gguf", ".onnx", ".onnx_data", ".h5", ".msgpack", ".tflite", ".npz", ".ot", ".nemo")
+#: Larger files of weights are taken for other models, unless an index names them.
+MOST_BESIDE_BYTES = 1 << 30
+#: How files at the root are called that hold the model itself, or once more.
+_MODEL_NAMES = ("model", "pytorch_model", "consolidated", "adapter")
+_OTHER_COPIES = ("original", "onnx", "openvino", "coreml", "runs", "logs")
 _SHARD_NAME = re.compile(r"^(?P<stem>.+)-(?P<number>\d{5,})-of-(?P<total>\d{5,})\.safetensors$")
 
 
@@ -43,7 +57,10 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The files to load, in natural order; what was left out; and the files that are not weights."""
+    """The files to load, in natural order; what was left out; and what engines look for beside them in a folder.
+
+    The last is what is not weights, and small weights that their code reads by name; see `accompanying`.
+    """
 
     weights: tuple[Listed, ...]
     skipped: tuple[Skipped, ...]
@@ -87,11 +104,12 @@ def select_files(label: str, listing: Sequence[Listed], index: Index | None) -> 
     else:
         chosen = _by_name(label, listing)
     weights, skipped, metadata = [], [], []
+    beside = _beside(listing, chosen)
     for item in listing:
         if item.key in chosen:
             weights.append(item)
             continue
-        reason = _skip_reason(item.key, index)
+        reason = None if item.key in beside else _skip_reason(item.key, index)
         if reason:
             skipped.append(Skipped(item.key, item.size, reason))
         else:
@@ -105,9 +123,47 @@ def select_files(label: str, listing: Sequence[Listed], index: Index | None) -> 
     )
 
 
-def is_metadata(key: str) -> bool:
-    """Whether `key` is one of the small files beside the weights: configuration, tokenizer, code."""
-    return _skip_reason(key, None) is None
+def accompanying(listing: Sequence[Listed], index: Index | None) -> set[str]:
+    """Return the keys of what an engine is to find in the model's folder: what is not weights, and weights beside it.
+
+    Of the latter are the dense layers of sentence transformers (``2_Dense/model.safetensors``), adapters for tasks
+    (``adapters/retrieval/adapter_model.safetensors``) and heads that the index leaves out. Engines read them from the
+    folder, and several take one that is missing for one that is not wanted (vLLM's ``models/adapters.py`` and
+    ``models/jina.py``), so that the model would answer wrongly.
+    """
+    chosen = set(index.files) if index is not None else set(_group_by_name(listing))
+    return {item.key for item in listing if _skip_reason(item.key, None) is None} | _beside(listing, chosen)
+
+
+def has_weights_beside(listing: Sequence[Listed]) -> bool:
+    """Whether `accompanying` needs the index, to tell weights beside the model from the model's own."""
+    return bool(_beside(listing, {""}))
+
+
+def _beside(listing: Sequence[Listed], chosen: Collection[str]) -> set[str]:
+    if not chosen:
+        return set()  # whatever lies in subfolders is the model, or several
+    found: dict[str, list[str]] = {}
+    for item in listing:
+        folder, name = posixpath.split(item.key)
+        if (
+            item.key in chosen
+            or item.size > MOST_BESIDE_BYTES
+            or not name.endswith((WEIGHTS_SUFFIX, *_PICKLED_SUFFIXES))
+        ):
+            continue
+        parts = folder.split("/") if folder else []
+        is_other_copy = parts[:1] and (parts[0] in _OTHER_COPIES or parts[0].startswith("checkpoint-"))
+        if is_other_copy or any(part.startswith(".") for part in parts) or _is_training_state(name):
+            continue
+        if folder or not name.startswith(_MODEL_NAMES):
+            found.setdefault(folder, []).append(item.key)
+    keys = set()
+    for folder, candidates in found.items():
+        # A module's folder has the same weights pickled, sometimes; files at the root are a thing each.
+        safe = [key for key in candidates if key.endswith(WEIGHTS_SUFFIX)] if folder else []
+        keys.update(safe or candidates)
+    return keys
 
 
 def _require_indexed(label: str, listing: Sequence[Listed], index: Index) -> None:
@@ -132,6 +188,12 @@ def _require_indexed(label: str, listing: Sequence[Listed], index: Index) -> Non
 
 
 def _by_name(label: str, listing: Sequence[Listed]) -> set[str]:
+    chosen = _group_by_name(listing)
+    _require_numbered(label, chosen)
+    return set(chosen)
+
+
+def _group_by_name(listing: Sequence[Listed]) -> Sequence[str]:
     root = [item.key for item in listing if "/" not in item.key and item.key.endswith(WEIGHTS_SUFFIX)]
     groups = (
         [key for key in root if key.startswith("model")],
@@ -139,9 +201,7 @@ def _by_name(label: str, listing: Sequence[Listed]) -> set[str]:
         [key for key in root if key.startswith("consolidated")],
         [key for key in root if key.startswith("adapter")],
     )
-    chosen = next((group for group in groups if group), [])
-    _require_numbered(label, chosen)
-    return set(chosen)
+    return next((group for group in groups if group), [])
 
 
 def _require_numbered(label: str, keys: Sequence[str]) -> None:
@@ -174,7 +234,7 @@ def _skip_reason(key: str, index: Index | None) -> str | None:
     hidden = next((folder for folder in folders if folder.startswith(".")), None)
     if hidden:
         return f"inside {hidden}/"
-    if folders and folders[0] in ("original", "onnx", "openvino", "coreml", "runs", "logs"):
+    if folders and folders[0] in _OTHER_COPIES:
         return f"inside {folders[0]}/"
     if name.endswith(WEIGHTS_SUFFIX):
         if name.startswith("consolidated"):

@@ -31,6 +31,7 @@ WEIGHTS = {
 METADATA = {
     "config.json": b"{}",
     "tokenizer.json": b"words " * 50_000,
+    "2_Dense/model.safetensors": b"dense layers, which engines read by name",
     "1_Pooling/config.json": b'{"pooling": true}',
     "modeling_custom.py": b"x = 1",
     "merges.txt": b"",

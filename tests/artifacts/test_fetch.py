@@ -424,7 +424,7 @@ def put_manifest(server: ObjectServer) -> None:
     server.put("models", f"org/m/{MANIFEST_KEY}", asyncio.run(make_manifest(source, StreamConfig())).to_json())
 
 
-@pytest.mark.parametrize("key", ["tokenizer.json", next(iter(WEIGHTS))])
+@pytest.mark.parametrize("key", ["tokenizer.json", "2_Dense/model.safetensors", next(iter(WEIGHTS))])
 def test_bytes_that_the_manifest_contradicts_get_no_name(stored: ObjectServer, tmp_path: Path, key: str) -> None:
     put_manifest(stored)
     config = config_for(stored, integrity="manifest", concurrency=1)
@@ -440,8 +440,9 @@ def test_bytes_that_the_manifest_contradicts_get_no_name(stored: ObjectServer, t
 
 def test_bytes_that_a_stored_checksum_contradicts_get_no_name(stored: ObjectServer, tmp_path: Path) -> None:
     key, *rest = WEIGHTS
-    for name in WEIGHTS:
-        stored.checksums["models", f"org/m/{name}"] = keep("CRC32", WEIGHTS[name] if name != key else b"other")
+    for name in ALL:
+        if name.endswith(".safetensors"):
+            stored.checksums["models", f"org/m/{name}"] = keep("CRC32", ALL[name] if name != key else b"other")
     config = config_for(stored, integrity="checksums", concurrency=1)
     with pytest.raises(IntegrityError, match="the store keeps"):
         fetch(URL, tmp_path, config, mode="all")

@@ -203,7 +203,7 @@ def test_room_is_looked_for_before_anything_is_fetched(
 ) -> None:
     config = config_for(stored)
     _statvfs(monkeypatch, nbytes=4_096_000)
-    with pytest.raises(NoSpaceError, match=r"has 4096000 bytes free, and 51\d{5} more are needed for 8 files"):
+    with pytest.raises(NoSpaceError, match=r"has 4096000 bytes free, and 51\d{5} more are needed for 9 files"):
         fetch(URL, tmp_path, config, mode="all")
     assert not stored.counters.requests["GET"]
     fetch(URL, tmp_path, config)

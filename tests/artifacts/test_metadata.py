@@ -71,6 +71,17 @@ def test_everything_but_weights_is_pulled_once(stored: ObjectServer, tmp_path: P
     assert stored.counters.requests["GET"] == reads
 
 
+def test_weights_beside_the_model_come_along(stored: ObjectServer, tmp_path: Path) -> None:
+    """Told from the model's own by the index, which names a file that is called as they might be."""
+    index = {"weight_map": {"a": "model-00001-of-00001.safetensors", "b": "late.safetensors"}}
+    beside = {"2_Dense/model.safetensors": b"dense", "3_Dense/pytorch_model.bin": b"bin", "head.safetensors": b"head"}
+    indexed = {"model.safetensors.index.json": json.dumps(index).encode()}
+    for key, body in {**beside, **indexed, "late.safetensors": b"w"}.items():
+        stored.put("models", f"org/m/{key}", body)
+    pulled = pull("s3://models/org/m", config_for(stored, tmp_path))
+    assert contents(pulled.folder) == {**FILES, **beside, **indexed}
+
+
 def test_a_changed_object_means_another_folder(stored: ObjectServer, tmp_path: Path) -> None:
     config = config_for(stored, tmp_path)
     before = pull("s3://models/org/m", config)

@@ -9,7 +9,15 @@ import pytest
 from streamer.checkpoint.checkpoint import Checkpoint, assemble
 from streamer.checkpoint.header import FileHeader, HeaderTensor
 from streamer.checkpoint.index import Index, parse_index
-from streamer.checkpoint.select import Listed, Selection, choose_index, select_files
+from streamer.checkpoint.select import (
+    MOST_BESIDE_BYTES,
+    Listed,
+    Selection,
+    accompanying,
+    choose_index,
+    has_weights_beside,
+    select_files,
+)
 from streamer.errors import CheckpointError, IncompleteCheckpointError, UnsupportedCheckpointError
 
 INDEX = "model.safetensors.index.json"
@@ -54,10 +62,12 @@ def test_without_index_model_files_come_first_in_natural_order() -> None:
         *(f"model-0000{number}-of-00010.safetensors" for number in range(1, 10)),
         "vae.safetensors",
         "config.json",
+        "model.pt",
     )
     assert keys_of(selection)[-1] == "model-00010-of-00010.safetensors"
     assert len(keys_of(selection)) == 10
-    assert [(item.key, item.reason) for item in selection.skipped] == [("vae.safetensors", "other files are the model")]
+    assert [(item.key, item.reason) for item in selection.skipped] == [("model.pt", "pickled weights are never opened")]
+    assert [item.key for item in selection.metadata] == ["config.json", "vae.safetensors"]
 
 
 @pytest.mark.parametrize(
@@ -86,7 +96,8 @@ def test_without_index_any_set_at_the_root(present: list[str], chosen: list[str]
         ("x.gguf", "weights in gguf form"),
         ("tf_model.h5", "weights in h5 form"),
         ("adapter_model.safetensors", "an adapter, not the model"),
-        ("unet/diffusion.safetensors", "in a subfolder that no index names"),
+        ("checkpoint-500/model.safetensors", "in a subfolder that no index names"),
+        (".hidden/model.safetensors", "inside .hidden/"),
     ],
 )
 def test_skipped_with_a_reason(key: str, reason: str) -> None:
@@ -99,6 +110,40 @@ def test_everything_that_is_not_weights_is_metadata() -> None:
     selection = select("model.safetensors", *side)
     assert [item.key for item in selection.metadata] == side
     assert selection.skipped == ()
+
+
+BESIDE = [
+    "2_Dense/model.safetensors",
+    "3_Dense/pytorch_model.bin",
+    "adapters/retrieval/adapter_model.safetensors",
+    "joint_head.safetensors",
+    "mask_embedding.pt",
+]
+
+
+@pytest.mark.parametrize("is_indexed", [False, True])
+def test_weights_that_code_reads_by_name_go_along(is_indexed: bool) -> None:
+    """vLLM and SGLang look for these in the model's folder, and some of their code takes a missing one for unwanted."""
+    weights = ["model-1.safetensors", "late.safetensors"] if is_indexed else ["model.safetensors"]
+    index = index_of(a="model-1.safetensors", b="late.safetensors") if is_indexed else None
+    twins = ["2_Dense/pytorch_model.bin", "pytorch_model.bin", "consolidated.safetensors", "optimizer.pt"]
+    keys = [*weights, *BESIDE, *twins, "config.json"]
+    selection = select(*keys, index=index)
+    assert sorted(keys_of(selection)) == sorted(weights)
+    assert [item.key for item in selection.metadata] == sorted([*BESIDE, "config.json"])
+    assert accompanying(listing(*keys), index) == {*BESIDE, "config.json"}
+    assert has_weights_beside(listing(*keys))
+
+
+def test_whole_models_beside_the_model_do_not_go_along() -> None:
+    files = [Listed("model.safetensors", 10), Listed("text_encoder/model.safetensors", MOST_BESIDE_BYTES + 1)]
+    selection = select_files("s3://b/m/", files, None)
+    assert [item.reason for item in selection.skipped] == ["in a subfolder that no index names"]
+    assert accompanying(files, None) == set()
+
+
+def test_where_the_root_has_no_weights_subfolders_are_the_model() -> None:
+    assert accompanying(listing("transformer/model.safetensors", "vae/model.safetensors", "a.json"), None) == {"a.json"}
 
 
 def test_missing_shards_are_all_named() -> None:
