@@ -25,6 +25,7 @@ __all__ = [
     "choose_index",
     "has_weights_beside",
     "select_files",
+    "weights_beside",
 ]
 
 WEIGHTS_SUFFIX = ".safetensors"
@@ -104,7 +105,7 @@ def select_files(label: str, listing: Sequence[Listed], index: Index | None) -> 
     else:
         chosen = _by_name(label, listing)
     weights, skipped, metadata = [], [], []
-    beside = _beside(listing, chosen)
+    beside = weights_beside(listing, chosen)
     for item in listing:
         if item.key in chosen:
             weights.append(item)
@@ -132,15 +133,16 @@ def accompanying(listing: Sequence[Listed], index: Index | None) -> set[str]:
     ``models/jina.py``), so that the model would answer wrongly.
     """
     chosen = set(index.files) if index is not None else set(_group_by_name(listing))
-    return {item.key for item in listing if _skip_reason(item.key, None) is None} | _beside(listing, chosen)
+    return {item.key for item in listing if _skip_reason(item.key, None) is None} | weights_beside(listing, chosen)
 
 
 def has_weights_beside(listing: Sequence[Listed]) -> bool:
     """Whether `accompanying` needs the index, to tell weights beside the model from the model's own."""
-    return bool(_beside(listing, {""}))
+    return bool(weights_beside(listing, {""}))
 
 
-def _beside(listing: Sequence[Listed], chosen: Collection[str]) -> set[str]:
+def weights_beside(listing: Sequence[Listed], chosen: Collection[str]) -> set[str]:
+    """Return the keys of weights that code may read by name, beside the `chosen` ones; see `accompanying`."""
     if not chosen:
         return set()  # whatever lies in subfolders is the model, or several
     found: dict[str, list[str]] = {}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import filecmp
 import json
 from pathlib import Path
 from typing import Any
 
+from streamer.checkpoint.select import Listed, weights_beside
 from streamer.config import StreamConfig
 from streamer.errors import CheckpointError, ObjectChangedError, SourceError, shorten
 from streamer.fetch.engine import FetchEngine
@@ -21,7 +23,8 @@ def refuse_other_model(serving: Revision, new: Revision) -> None:
     """See that `new` has the tensors of `serving`, each with the dtype and shape that it has there.
 
     The code that loads them is the model's, which was built for those. It may fail over others half-way, or put what
-    it finds into the wrong place.
+    it finds into the wrong place. Weights beside the checkpoint (see `streamer.checkpoint.select.accompanying`) must be
+    the same, byte for byte: engines read them once, when they build the model.
 
     Raises:
         CheckpointError: it has not.
@@ -40,11 +43,25 @@ def refuse_other_model(serving: Revision, new: Revision) -> None:
     ]
     if different:
         problems.append(f"has {len(different)} with another dtype or shape: {shorten(different)}")
+    changed = sorted(key for key in _beside(serving) | _beside(new) if not _is_same_file(key, serving, new))
+    if changed:
+        problems.append(f"has other weights beside the model's, which are not updated: {shorten(changed)}")
     if problems:
         raise CheckpointError(
             f"{new.url} does not fit the model that is served, from {serving.url}: it {'; it '.join(problems)}",
             hint="save it as the serving model was saved, or start the engine anew for another model",
         )
+
+
+def _beside(revision: Revision) -> set[str]:
+    return weights_beside([Listed(item.key, item.size) for item in revision.items], revision.files)
+
+
+def _is_same_file(key: str, first: Revision, second: Revision) -> bool:
+    try:
+        return filecmp.cmp(first.folder / key, second.folder / key, shallow=False)
+    except OSError:
+        return False
 
 
 def _told(tensor: tuple[str, tuple[int, ...]]) -> str:

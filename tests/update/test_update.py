@@ -117,6 +117,21 @@ def test_another_model_is_refused(
         refuse_other_model(serving, new)
 
 
+@pytest.mark.parametrize("new", ["same", "other", "none"])
+def test_weights_beside_the_model_must_be_the_same(server: ObjectServer, tmp_path: Path, new: str) -> None:
+    config = config_for(server, tmp_path)
+    urls = [put(server, name, weights(SHAPES)) for name in ("v1", "v2")]
+    server.put("models", "v1/2_Dense/model.safetensors", b"same")
+    if new != "none":
+        server.put("models", "v2/2_Dense/model.safetensors", new.encode())
+    serving, found = (revision_of(url, config) for url in urls)
+    if new == "same":
+        refuse_other_model(serving, found)
+        return
+    with pytest.raises(CheckpointError, match=r"other weights beside the model's.*2_Dense/model\.safetensors"):
+        refuse_other_model(serving, found)
+
+
 def test_what_is_served_must_be_there_to_return_to(server: ObjectServer, tmp_path: Path) -> None:
     config = config_for(server, tmp_path)
     serving = revision_of(put(server, "v1", weights(SHAPES)), config)
