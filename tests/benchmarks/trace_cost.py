@@ -32,6 +32,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from streamer import engines
 from streamer.checkpoint.checkpoint import Checkpoint
 from streamer.config import StreamConfig
 from streamer.dryrun import dry_run
@@ -101,7 +102,7 @@ def build(folder: Path) -> dict[str, RankModel]:
     from vllm_s3stream.parallel import pretend
 
     # Plain tensors on meta can be copied nowhere else, so small parameters are there too.
-    with mock.patch.object(engine, "_LEAST_META_BYTES", 0):
+    with mock.patch.object(engines, "_LEAST_META_BYTES", 0):
         planned = engine.VllmEngine().build(folder, LAYOUT, RANK)
     vllm_config = engine._configure(folder, LAYOUT, RANK)
 
