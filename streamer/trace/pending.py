@@ -15,9 +15,9 @@ __all__ = ["Pending", "PendingCopies", "storage_key", "storage_of"]
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
-    """Return the storage of `tensor` without telling `Watch`, for whom this is a look at its memory."""
+    """Return the storage of `tensor` without completing what is pending of it (`streamer.trace.raw`)."""
     with torch._C.DisableTorchFunction():
-        return tensor.untyped_storage()
+        return torch._C.TensorBase.untyped_storage(tensor)
 
 
 def storage_key(tensor: torch.Tensor) -> int:
