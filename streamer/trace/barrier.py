@@ -73,11 +73,11 @@ class Barrier(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kind = self._kinds.get(id(func)) or self._kinds.learn(func)
+        kind, run = self._kinds.get(id(func)) or self._kinds.learn(func)
         if kind is _VIEW:
             if kwargs or not args:
-                return func(*args, **(kwargs or {}))
-            return self._tracer.view(func, args) if type(args[0]) is LazyTensor else func(*args)
+                return run(*args, **(kwargs or {}))
+            return self._tracer.view(func, args) if type(args[0]) is LazyTensor else run(*args)
         tracer = self._tracer
         kwargs = kwargs or {}
         if not tracer.values.busy:
@@ -88,7 +88,7 @@ class Barrier(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     tracer.copies.complete_touching(_plain_tensors((args, kwargs)))
                 if kind is _MUTATING or kind is _COPY:
                     self._note_writes(func, args, kwargs)
-        return func(*args, **kwargs)
+        return run(*args, **kwargs)
 
     def _note_writes(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for position, name in written_arguments(func):
