@@ -1,7 +1,7 @@
 """Makes deferral invisible: whoever touches bytes with pending copies finds them copied.
 
 `Barrier` sees every operation of the thread that loads (other threads must not read parameters while
-they are loaded). `streamer.trace.raw` sees the few ways to a tensor's memory that do not go through an operation.
+they are loaded). `streamer.trace.methods` sees the few ways to a tensor's memory that do not go through an operation.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamer.trace.collector import fewer_full_collections
 from streamer.trace.lazy import LazyTensor
+from streamer.trace.methods import standing_in
 from streamer.trace.ops import Kind, Kinds, written_arguments
-from streamer.trace.raw import watching_raw_memory
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
@@ -37,8 +37,8 @@ def tracing(tracer: Tracer) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(fewer_full_collections())
         stack.enter_context(torch.no_grad())
-        stack.enter_context(watching_raw_memory(tracer))
-        stack.enter_context(Barrier(tracer))
+        barrier = stack.enter_context(Barrier(tracer))
+        stack.enter_context(standing_in(tracer, barrier))
         yield
 
 

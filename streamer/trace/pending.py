@@ -16,7 +16,7 @@ __all__ = ["Pending", "PendingCopies", "storage_key", "storage_of"]
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
-    """Return the storage of `tensor` without completing what is pending of it (`streamer.trace.raw`)."""
+    """Return the storage of `tensor` without completing what is pending of it (`streamer.trace.methods`)."""
     with torch._C.DisableTorchFunction():
         return torch._C.TensorBase.untyped_storage(tensor)
 
@@ -77,9 +77,7 @@ class PendingCopies:
     def __bool__(self) -> bool:
         return bool(self._storages)
 
-    def add(
-        self, destination: torch.Tensor, source: LazyTensor, key: int, window: View, end: int, serial: int
-    ) -> None:
+    def add(self, destination: torch.Tensor, source: LazyTensor, key: int, window: View, end: int, serial: int) -> None:
         """Record a copy into `window`, which ends at `end`; the caller has dealt with what it overlaps."""
         number = self._count
         self._count += 1

@@ -59,7 +59,7 @@ Tensor = tuple[str, str, tuple[int, ...]]
 
 
 class IdleFunctionMode(TorchFunctionMode):
-    """What any function mode costs, for `streamer.trace.barrier.Watch` to be compared with."""
+    """What any function mode costs, for nothing of ours to be compared with any more."""
 
     calls = 0
 
