@@ -49,7 +49,10 @@ _copy = torch.ops.aten.copy_.default
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _dispatch_mode_at = torch._C._get_dispatch_stack_at
 _function_modes = torch._C._len_torch_function_stack
-# To be called first in a `try`, where an interrupt by a signal comes after it and so is followed by `_push`.
+_is_grad_enabled = torch.is_grad_enabled
+_increment_version = torch._C._increment_version
+# The barrier may be taken off torch's stack of modes and put back, as torch does while it calls a mode. The former is
+# to be done first in a `try`, where an interrupt by a signal comes after it and so is followed by `_push`.
 _pop = torch._C._pop_torch_dispatch_stack
 _push = torch._C._push_on_torch_dispatch_stack
 
@@ -149,21 +152,18 @@ def _complete_first(method: Callable[..., Any], here: _Here) -> Callable[..., An
     return read
 
 
-def _only_barrier_listens(here: _Here) -> bool:
-    """Whether the barrier may be taken off the stack of modes, as torch does while it calls a mode, and put back."""
-    return _dispatch_modes() == 1 and _dispatch_mode_at(0) is here.barrier and not _function_modes()
-
-
 def _data(attribute: Any, here: _Here) -> property:
     get = attribute.__get__
 
     def read(self: torch.Tensor) -> Any:
-        if type(self) in _PLAIN and _only_barrier_listens(here):
-            try:
-                _pop(None)
-                return get(self)
-            finally:
-                _push(here.barrier)
+        if type(self) in _PLAIN and _dispatch_modes() == 1:
+            barrier = here.barrier
+            if _dispatch_mode_at(0) is barrier and not _function_modes():
+                try:
+                    _pop(None)
+                    return get(self)
+                finally:
+                    _push(barrier)
         return get(self)
 
     def assign(self: torch.Tensor, value: torch.Tensor) -> None:
@@ -180,12 +180,14 @@ def _narrow(method: Callable[..., Any], here: _Here) -> Callable[..., Any]:
     @functools.wraps(method)
     def narrow(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         # A start that is a tensor would be read.
-        if type(self) in _PLAIN and len(args) == 3 and type(args[1]) is int and _only_barrier_listens(here):
-            try:
-                _pop(None)
-                return method(self, *args, **kwargs)
-            finally:
-                _push(here.barrier)
+        if type(self) in _PLAIN and len(args) == 3 and type(args[1]) is int and _dispatch_modes() == 1:
+            barrier = here.barrier
+            if _dispatch_mode_at(0) is barrier and not _function_modes():
+                try:
+                    _pop(None)
+                    return method(self, *args, **kwargs)
+                finally:
+                    _push(barrier)
         return method(self, *args, **kwargs)
 
     return narrow
@@ -194,23 +196,20 @@ def _narrow(method: Callable[..., Any], here: _Here) -> Callable[..., Any]:
 def _copy_from_lazy(method: Callable[..., Any], here: _Here) -> Callable[..., Any]:
     @functools.wraps(method)
     def copy_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if (
-            len(args) == 1
-            and not kwargs
-            and type(args[0]) is LazyTensor
-            and type(self) in _PLAIN
-            and _only_barrier_listens(here)
-            and not here.tracers[-1].values.busy
-            and not torch.is_grad_enabled()  # or autograd may have objections
-        ):
-            try:
-                _pop(None)
-                result = here.tracers[-1].copy(_copy, (self, args[0]), {})
-            finally:
-                _push(here.barrier)
-            if not self.is_inference():
-                torch._C._increment_version([self])  # as autograd does, to whom this is a write
-            return result
+        if len(args) == 1 and type(args[0]) is LazyTensor and type(self) in _PLAIN and _dispatch_modes() == 1:
+            barrier = here.barrier
+            # If autograd listens, it may have objections.
+            if _dispatch_mode_at(0) is barrier and not (kwargs or _function_modes() or _is_grad_enabled()):
+                tracer = here.tracers[-1]
+                if not tracer.values.busy:
+                    try:
+                        _pop(None)
+                        result = tracer.copy(_copy, (self, args[0]), {})
+                    finally:
+                        _push(barrier)
+                    if not self.is_inference():
+                        _increment_version([self])  # as autograd does, to whom this is a write
+                    return result
         return method(self, *args, **kwargs)
 
     return copy_

@@ -20,7 +20,7 @@ from streamer.trace.storages import ModelStorages
 from streamer.trace.tracer import Tracer
 from tests.trace.loading import Model, load_all_ways, source_of
 
-STATE = {"a": torch.arange(48.0).reshape(8, 6), "start": torch.tensor([3])}
+STATE = {"a": torch.arange(48.0).reshape(8, 6)}
 NAMES = (
     *("numpy", "tolist", "data_ptr", "storage", "untyped_storage"),
     *("share_memory_", "__array__", "__dlpack__", "__reduce_ex__"),
@@ -99,9 +99,10 @@ def test_a_start_that_is_a_pending_tensor_is_read() -> None:
             if name == "start":
                 model.start.data.copy_(tensor)
             else:
-                model.w.narrow(0, model.start[0].to(torch.int64), 2).copy_(tensor.narrow(0, 1, 2))
+                model.w.narrow(0, model.start[0], 2).copy_(tensor.narrow(0, 1, 2))
 
-    load_all_ways(loader, {"w": (8, 6), "start": (1,)}, {**STATE, "start": torch.tensor([3.0])})
+    state = {"a": torch.arange(48).reshape(8, 6), "start": torch.tensor([3])}
+    load_all_ways(loader, {"w": (8, 6), "start": (1,)}, state, dtype=torch.int64)
 
 
 @pytest.mark.parametrize("what", ["data", "narrow", "select"])
