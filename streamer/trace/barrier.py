@@ -1,7 +1,7 @@
 """Makes deferral invisible: whoever touches bytes with pending copies finds them copied.
 
 `Barrier` sees every operation of the thread that loads (other threads must not read parameters while
-they are loaded). `Watch` sees the few ways to a tensor's memory that do not go through an operation.
+they are loaded). `streamer.trace.methods` sees the few ways to a tensor's memory that do not go through an operation.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamer.trace.collector import fewer_full_collections
 from streamer.trace.lazy import LazyTensor
+from streamer.trace.methods import standing_in
 from streamer.trace.ops import Kind, Kinds, written_arguments
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ def tracing(tracer: Tracer) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(fewer_full_collections())
         stack.enter_context(torch.no_grad())
-        stack.enter_context(Watch(tracer))
-        stack.enter_context(Barrier(tracer))
+        barrier = stack.enter_context(Barrier(tracer))
+        stack.enter_context(standing_in(tracer, barrier))
         yield
 
 
@@ -73,11 +73,11 @@ class Barrier(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kind = self._kinds.get(id(func)) or self._kinds.learn(func)
+        kind, run = self._kinds.get(id(func)) or self._kinds.learn(func)
         if kind is _VIEW:
             if kwargs or not args:
-                return func(*args, **(kwargs or {}))
-            return self._tracer.view(func, args) if type(args[0]) is LazyTensor else func(*args)
+                return run(*args, **(kwargs or {}))
+            return self._tracer.view(func, args) if type(args[0]) is LazyTensor else run(*args)
         tracer = self._tracer
         kwargs = kwargs or {}
         if not tracer.values.busy:
@@ -88,7 +88,7 @@ class Barrier(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     tracer.copies.complete_touching(_plain_tensors((args, kwargs)))
                 if kind is _MUTATING or kind is _COPY:
                     self._note_writes(func, args, kwargs)
-        return func(*args, **kwargs)
+        return run(*args, **kwargs)
 
     def _note_writes(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for position, name in written_arguments(func):
@@ -104,43 +104,3 @@ def _plain_tensors(value: Any) -> Iterator[torch.Tensor]:
                 yield item
         elif isinstance(item, (list, tuple, dict)):
             yield from _plain_tensors(item)
-
-
-_Tensor = torch.Tensor
-#: Ways to a tensor's memory that are not operations of the dispatcher.
-_RAW_READS = frozenset(
-    {
-        _Tensor.numpy,
-        _Tensor.tolist,
-        _Tensor.data_ptr,
-        _Tensor.storage,
-        _Tensor.untyped_storage,
-        _Tensor.share_memory_,
-        _Tensor.__array__,
-        _Tensor.__dlpack__,
-        _Tensor.__reduce_ex__,
-    }
-)
-_SET_DATA = _Tensor.data.__set__  # type: ignore[attr-defined]
-
-
-class Watch(TorchFunctionMode):
-    """Completes pending copies before raw reads, and keeps lazy tensors from being assigned as data."""
-
-    def __init__(self, tracer: Tracer) -> None:
-        super().__init__()
-        self._tracer = tracer
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        tracer = self._tracer
-        if not tracer.values.busy:
-            if func in _RAW_READS:
-                if tracer.copies.pending:
-                    tracer.copies.complete_touching(_plain_tensors(args[:1]))
-            elif func == _SET_DATA and isinstance(args[1], LazyTensor):
-                # `param.data = lazy` would leave a parameter with a null pointer.
-                args = (args[0], tracer.own(args[1], "data.__set__"))
-                tracer.copies.writes.note(args[1])
-        return func(*args, **(kwargs or {}))

@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from streamer.fetch.fill import CopyJob
 from streamer.fetch.flight import Flight
 from streamer.plan.geometry import View
-from streamer.trace.layout import view_of
+from streamer.trace.layout import Windows
 from streamer.trace.lazy import DeferredBase, LazyTensor, describe_base
 from streamer.trace.ops import is_same_values
 from streamer.trace.pending import Pending, PendingCopies, storage_key, storage_of
@@ -79,36 +79,37 @@ class Copies:
         self.casts: Counter[tuple[str, str]] = Counter()
         self.superseded: dict[str, str] = {}
         self.writes = WriteLog()
+        self._windows = Windows()
         self._flights: list[tuple[Flight, list[Pending]]] = []
 
     def record(self, destination: torch.Tensor, source: LazyTensor) -> torch.Tensor:
         """Do ``destination.copy_(source)``, now or later; returns the destination, as the operation does."""
         if destination.shape != source.shape:
             source = LazyTensor(source.lazy_base, source.lazy_meta.expand(destination.shape), source.device)
-        if destination.is_meta and not self._dry_run:
+        if not self._dry_run and destination.is_meta:
             return destination
         key = storage_key(destination)
-        if key not in self._storages:
+        if key not in self._storages.known and key not in self._storages:
             if not destination.is_meta:
                 self.complete_touching([destination])  # from when the storage was still the model's
                 value = self._values.materialise([source], "aten::copy_ into a temporary")(source)
                 destination.copy_(value)
             return destination
-        window = view_of(destination)
+        window, end = self._windows.of(destination)
         serial = self.writes.note_window(destination, key, window)
         self.recorded += 1
         dtype = destination.dtype
         if dtype != source.dtype:
             self.casts[str(source.dtype), str(dtype)] += 1
-        if 0 in window.shape:
+        if end == window.offset:
             mark_used(source.lazy_base)
             return destination
         if isinstance(source.lazy_base, DeferredBase):
             source = _peel(source, dtype)
-        overlapped = self.pending.overlapping(window, key)
+        overlapped = self.pending.overlapping(window, end, key)
         if overlapped:
             self._settle(overlapped, window, dtype, source)
-        self.pending.add(destination.detach(), source, key, window, serial)
+        self.pending.add(destination.detach(), source, key, window, end, serial)
         return destination
 
     def _settle(self, overlapped: list[Pending], window: View, dtype: torch.dtype, source: LazyTensor) -> None:
@@ -128,7 +129,8 @@ class Copies:
         for tensor in tensors:
             key = storage_key(tensor)
             if key in self.pending:
-                hit.update((pending.number, pending) for pending in self.pending.overlapping(view_of(tensor), key))
+                found = self.pending.overlapping(*self._windows.of(tensor), key)
+                hit.update((pending.number, pending) for pending in found)
         if hit:
             self.complete([hit[number] for number in sorted(hit)])
 

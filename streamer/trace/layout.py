@@ -9,7 +9,7 @@ import torch
 
 from streamer.plan.geometry import View
 
-__all__ = ["Layout", "alias_of", "view_of"]
+__all__ = ["Layout", "Windows", "alias_of", "view_of"]
 
 #: Views remembered per layout. Loaders slice all tensors of a shape alike; one that does not may not fill memory.
 _REMEMBERED = 1024
@@ -96,6 +96,26 @@ def view_of(tensor: torch.Tensor, origin: int = 0) -> View:
         tuple(tensor.size()),
         tuple([stride * itemsize for stride in tensor.stride()]),
     )
+
+
+class Windows:
+    """`view_of`, for many tensors of few shapes: what depends on shape, strides and dtype is worked out once."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], tuple[int, tuple[int, ...], tuple[int, ...], int]] = {}
+
+    def of(self, tensor: torch.Tensor) -> tuple[View, int]:
+        """Return the geometry of a tensor in bytes, its storage beginning at 0, and where it ends."""
+        key = tensor.size(), tensor.stride(), tensor.dtype
+        known = self._known.get(key)
+        if known is None:
+            view = view_of(tensor)
+            if len(self._known) >= _REMEMBERED:
+                self._known.clear()
+            known = self._known[key] = view.itemsize, view.shape, view.strides, view.end - view.offset
+        itemsize, shape, strides, length = known
+        offset = int(tensor.storage_offset()) * itemsize
+        return View(offset, itemsize, shape, strides), offset + length
 
 
 def alias_of(root: torch.Tensor, layout: Layout) -> torch.Tensor:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import enum
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch._ops import OpOverload
@@ -84,18 +86,18 @@ def kind_of(func: OpOverload) -> Kind:
     return Kind.READING
 
 
-class Kinds(dict[int, Kind]):
-    """What `kind_of` said, by ``id(func)``: to hash an overload, Python code runs."""
+class Kinds(dict[int, tuple[Kind, Callable[..., Any]]]):
+    """What `kind_of` said and what to call, by ``id(func)``: to hash or call an overload, Python code runs."""
 
     def __init__(self) -> None:
         super().__init__()
         self._kept: list[OpOverload] = []  # or an id could be another's later
 
-    def learn(self, func: OpOverload) -> Kind:
+    def learn(self, func: OpOverload) -> tuple[Kind, Callable[..., Any]]:
         """Classify `func` and remember it."""
-        kind = self[id(func)] = kind_of(func)
+        known = self[id(func)] = kind_of(func), func._op
         self._kept.append(func)
-        return kind
+        return known
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -15,15 +16,13 @@ __all__ = ["Pending", "PendingCopies", "storage_key", "storage_of"]
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
-    """Return the storage of `tensor` without telling `Watch`, for whom this is a look at its memory."""
+    """Return the storage of `tensor` without completing what is pending of it (`streamer.trace.methods`)."""
     with torch._C.DisableTorchFunction():
-        return tensor.untyped_storage()
+        return torch._C.TensorBase.untyped_storage(tensor)
 
 
-def storage_key(tensor: torch.Tensor) -> int:
-    """Identify the storage of `tensor` for as long as something holds it."""
-    address: int = torch._C._storage_address(tensor)  # type: ignore[attr-defined]
-    return address
+#: Identifies the storage of a tensor for as long as something holds it.
+storage_key: Callable[[torch.Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
 
 
 @dataclass(slots=True, eq=False)
@@ -34,6 +33,7 @@ class Pending:
         destination: an alias made when the copy was recorded, so that later ``param.data = ...`` or
             ``resize_`` on the tensor that the model used does not redirect it.
         window: the bytes of the destination's storage that will be written.
+        end: one past the last of them.
         number: order of recording.
         serial: of the write, in the `WriteLog`.
         is_airborne: it is being carried out.
@@ -43,6 +43,7 @@ class Pending:
     source: LazyTensor
     key: int
     window: View
+    end: int
     number: int
     serial: int
     is_airborne: bool = False
@@ -76,36 +77,35 @@ class PendingCopies:
     def __bool__(self) -> bool:
         return bool(self._storages)
 
-    def add(self, destination: torch.Tensor, source: LazyTensor, key: int, window: View, serial: int) -> None:
-        """Record a copy into `window`; the caller has dealt with what it overlaps."""
+    def add(self, destination: torch.Tensor, source: LazyTensor, key: int, window: View, end: int, serial: int) -> None:
+        """Record a copy into `window`, which ends at `end`; the caller has dealt with what it overlaps."""
         number = self._count
         self._count += 1
         storage = self._storages.get(key)
         if storage is None:
             storage = self._storages[key] = _Storage()
-        insort(storage.order, (window.offset, number))
-        storage.by_number[number] = Pending(destination, source, key, window, number, serial)
-        length = window.end - window.offset
-        if length > storage.longest:
-            storage.longest = length
+        offset = window.offset
+        insort(storage.order, (offset, number))
+        storage.by_number[number] = Pending(destination, source, key, window, end, number, serial)
+        if end - offset > storage.longest:
+            storage.longest = end - offset
 
-    def overlapping(self, window: View, key: int) -> list[Pending]:
-        """Return the copies that write bytes of `window` in storage `key`, in the order recorded."""
+    def overlapping(self, window: View, end: int, key: int) -> list[Pending]:
+        """Return the copies that write bytes of `window`, which ends at `end`, in storage `key`, as recorded."""
         storage = self._storages.get(key)
-        if storage is None:
-            return []
-        end = window.end
-        if window.offset == end:
+        offset = window.offset
+        if storage is None or offset == end:
             return []
         order = storage.order
-        position = bisect_left(order, (window.offset - storage.longest + 1, -1))  # those before end before it
+        position = bisect_left(order, (offset - storage.longest + 1, -1))  # those before end before it
         found = []
         while position < len(order) and order[position][0] < end:
             pending = storage.by_number[order[position][1]]
-            if not disjoint(pending.window, window):
+            if pending.end > offset and not disjoint(pending.window, window):
                 found.append(pending)
             position += 1
-        found.sort(key=_number)
+        if len(found) > 1:
+            found.sort(key=_number)
         return found
 
     def all(self) -> list[Pending]:

@@ -26,29 +26,32 @@ class ModelStorages:
     (``vllm/model_executor/model_loader/reload``), so a miss may mean that the model must be walked again.
     Walking is amortised: fruitless walks become rarer. A storage that is missed for a while is not an
     error, its copies are just made at once.
+
+    Attributes:
+        known: keys that need no walk to be found here.
     """
 
     def __init__(self, model: object) -> None:
         self._model = model
         # The storages themselves are kept, or a freed one's address could come back as another tensor's.
-        self._storages: dict[int, torch.UntypedStorage] = {}
+        self.known: dict[int, torch.UntypedStorage] = {}
         self._misses = 0
         self._walk_after = 1
         self._collect()
 
     def _collect(self) -> None:
-        self._storages = {
+        self.known = {
             storage_key(tensor): storage_of(tensor)
             for _, tensor in named_tensors(self._model)
             if not isinstance(tensor, LazyTensor)
         }
 
     def __contains__(self, key: int) -> bool:
-        if key in self._storages:
+        if key in self.known:
             return True
         self._misses += 1
         if self._misses >= self._walk_after:
             self._misses = 0
             self._collect()
-            self._walk_after = 1 if key in self._storages else min(2 * self._walk_after, 1024)
-        return key in self._storages
+            self._walk_after = 1 if key in self.known else min(2 * self._walk_after, 1024)
+        return key in self.known

@@ -79,7 +79,7 @@ class Tracer:
             storages, self.values, batch_bytes=batch_bytes, dry_run=dry_run, keep_completed=keep_completed
         )
         self.bases: dict[str, FileBase] = {}
-        self._layouts: dict[tuple[torch.dtype, tuple[int, ...]], Layout] = {}
+        self._layouts: dict[tuple[str, tuple[int, ...]], Layout] = {}
 
     # -- making lazy tensors -------------------------------------------------------------------------
 
@@ -89,10 +89,11 @@ class Tracer:
         Raises:
             UnsupportedCheckpointError: torch has no dtype for it.
         """
-        key = torch_dtype(info), torch_shape(info)
+        key = info.dtype, info.shape
         layout = self._layouts.get(key)
         if layout is None:
-            layout = self._layouts[key] = Layout(torch.empty(key[1], dtype=key[0], device="meta"))
+            layout = Layout(torch.empty(torch_shape(info), dtype=torch_dtype(info), device="meta"))
+            self._layouts[key] = layout
         base = self.bases[info.name] = FileBase(self, layout, info)
         return lazy_view(base, layout, _CPU)
 

@@ -32,6 +32,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from streamer import engines
 from streamer.checkpoint.checkpoint import Checkpoint
 from streamer.config import StreamConfig
 from streamer.dryrun import dry_run
@@ -58,7 +59,7 @@ Tensor = tuple[str, str, tuple[int, ...]]
 
 
 class IdleFunctionMode(TorchFunctionMode):
-    """What any function mode costs, for `streamer.trace.barrier.Watch` to be compared with."""
+    """What any function mode costs, for nothing of ours to be compared with any more."""
 
     calls = 0
 
@@ -101,7 +102,7 @@ def build(folder: Path) -> dict[str, RankModel]:
     from vllm_s3stream.parallel import pretend
 
     # Plain tensors on meta can be copied nowhere else, so small parameters are there too.
-    with mock.patch.object(engine, "_LEAST_META_BYTES", 0):
+    with mock.patch.object(engines, "_LEAST_META_BYTES", 0):
         planned = engine.VllmEngine().build(folder, LAYOUT, RANK)
     vllm_config = engine._configure(folder, LAYOUT, RANK)
 
