@@ -20,7 +20,7 @@ from sglang_s3stream.committed import Committed
 from sglang_s3stream.hooks import is_ours
 from sglang_s3stream.layouts import storages_of
 from streamer.config import StreamConfig
-from streamer.errors import ConfigError, LoadError, MissingParametersError, RollbackError, shorten
+from streamer.errors import ConfigError, LoadError, MissingParametersError, RollbackError, StreamError, shorten
 from streamer.share.group import Group
 from streamer.update.revision import Revision
 from streamer.update.rules import different_settings, refuse_lost, refuse_other_model
@@ -190,11 +190,11 @@ class Update:
             new, old = self._requested, self.committed.revision.url
             if self.is_way_back:
                 raise RollbackError(
-                    f"the update to {new} failed ({self._cause}), and {old} could not be loaded again ({error})",
+                    f"the update to {new} failed ({self._cause}), and {old} could not be loaded again ({_told(error)})",
                     hint="what is in memory is a mixture, and not served; start the engine anew",
                 ) from error
-            self._cause = str(error)
-            text = f"the update to {new} failed, and {old} is loaded again on all ranks and served on: {error}"
+            self._cause = _told(error)
+            text = f"the update to {new} failed, and all ranks go back to serving {old}: {self._cause}"
             if getattr(self._model_config, "is_draft_model", False):
                 text += "; this is about the draft model, while the target model has been updated"
             logger.exception("s3stream: %s", text)
@@ -264,6 +264,10 @@ def refuse_not_served(committed: Committed | None, model_path: str) -> Committed
             hint="start the engine with --load-format s3stream, or update with the load format that it has",
         )
     return committed
+
+
+def _told(error: Exception) -> str:
+    return str(error) if isinstance(error, StreamError) else f"{type(error).__name__}: {error}"
 
 
 def _ranks_may_be_gone() -> bool:

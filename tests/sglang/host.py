@@ -86,12 +86,14 @@ def served(
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.model_executor.model_runner_components.load_model_utils import build_load_config
     from sglang.srt.model_loader.loader import get_model_loader
+    from sglang.srt.runtime_context import get_model
 
     arguments = server_arguments(
         model, **{"tp_size": 2, "load_format": load_format, "model_loader_extra_config": dict(extra or {}), **more}
     )
     with pretend(arguments, rank=rank):
-        as_draft = {} if draft is None else {"model_path": str(draft), "is_draft_model": True}
+        folder = get_model().model_path if draft == model else str(draft)  # of a URL, where it was pulled to
+        as_draft = {} if draft is None else {"model_path": folder, "is_draft_model": True}
         model_config = ModelConfig.from_server_args(arguments, **as_draft)
         load_config = build_load_config(
             server_args=arguments,
