@@ -138,6 +138,13 @@ class Update:
                 "draft model's layers it updates",
                 hint="start the engine anew with the new weights",
             )
+        draft_format = get_spec().speculative_draft_load_format
+        if get_spec().speculative_algorithm is not None and draft_format is not None and not is_ours(draft_format):
+            raise ConfigError(
+                f"with --speculative-draft-load-format {draft_format} the weights cannot be updated: SGLang updates "
+                "the draft model too, which s3stream has not loaded",
+                hint="start the engine with s3stream for both",
+            )
         now = get_model()
         if not is_draft and not (is_ours(now.load_format) and now.model_path == committed.model_path):
             raise ConfigError(

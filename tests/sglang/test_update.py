@@ -248,16 +248,30 @@ def test_stages_are_not_updated_one_after_the_other(store: Store) -> None:
         assert_fails(loaded.update(store.put("v2")), "with --pp-size 2 the weights cannot be updated")
 
 
-@pytest.mark.parametrize("option", ["enable_multi_layer_eagle", "elastic_ep_backend"])
-def test_other_situations_that_are_refused(store: Store, option: str) -> None:
+@pytest.mark.parametrize(
+    ("option", "settings"),
+    [
+        ("enable-multi-layer-eagle", {"enable_multi_layer_eagle": True}),
+        ("elastic-ep-backend", {"elastic_ep_backend": "mooncake"}),
+        (
+            "speculative-draft-load-format auto",
+            {"speculative_algorithm": "EAGLE", "speculative_draft_load_format": "auto"},
+        ),
+    ],
+)
+def test_other_situations_that_are_refused(
+    store: Store, other: OtherRank, option: str, settings: dict[str, Any]
+) -> None:
     from sglang.srt.runtime_context import get_context
 
-    with served(store.put("v1", None), extra=OPTIONS) as loaded:
-        get_context().override("test", **{option: "mooncake" if "elastic" in option else True})
+    with served(store.put("v1", None), extra={**OPTIONS, "share": "off"}) as loaded:
+        get_context().override("test", **settings)
         with unchanged(loaded):
-            assert_fails(loaded.update(store.put("v2")), f"with --{option.replace('_', '-')} the weights cannot be")
-        if option == "elastic_ep_backend":  # a rank that misses experts reloads them, which is no update
+            assert_fails(loaded.update(store.put("v2")), f"with --{option} the weights cannot be updated")
+        if "elastic" in option:  # a rank that misses experts reloads them, whether others are there or not
+            other.purposes.clear()
             assert loaded.update(loaded.config.model_path)[0]
+            assert other.purposes == []
 
 
 def test_what_sglang_has_repacked_for_good_is_not_loaded_over(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
