@@ -30,6 +30,8 @@ __all__ = ["Update", "Vote", "refuse_not_served"]
 
 logger = logging.getLogger("sglang.s3stream")
 
+_OF_DRAFT = "; this is about the draft model, and the target model has been updated"
+
 
 class Vote:
     """A vote in which this rank takes part exactly once, however what it votes on ends.
@@ -77,6 +79,7 @@ class Update:
         self.is_way_back = False
         self.group = None if _ranks_may_be_gone() else group
         self._model_config = model_config
+        self._is_draft: bool = getattr(model_config, "is_draft_model", False)
         self._requested: str = model_config.model_path
         self._began = time.monotonic()
         self._cause: str | None = None
@@ -103,8 +106,10 @@ class Update:
                 self._refuse_by_situation()
                 self.revision = self._examined(examine)
                 ballot.cast(ballot=self.revision.digest())
-        except BaseException:
+        except Exception as error:
             self._model_config.model_path = self.committed.model_path
+            if self._is_draft:
+                raise LoadError(_told(error) + _OF_DRAFT) from error
             raise
         self._warn_of_settings()
 
@@ -120,7 +125,7 @@ class Update:
     def _refuse_by_situation(self) -> None:
         from sglang.srt.runtime_context import get_model, get_parallel, get_spec
 
-        committed, is_draft = self.committed, getattr(self._model_config, "is_draft_model", False)
+        committed = self.committed
         if _ranks_may_be_gone() and self._requested != committed.model_path:
             raise ConfigError(
                 "with --elastic-ep-backend the weights cannot be updated: ranks may be gone, and all must agree",
@@ -146,7 +151,7 @@ class Update:
                 hint="start the engine with s3stream for both",
             )
         now = get_model()
-        if not is_draft and not (is_ours(now.load_format) and now.model_path == committed.model_path):
+        if not self._is_draft and not (is_ours(now.load_format) and now.model_path == committed.model_path):
             raise ConfigError(
                 f"the weights from {committed.revision.url} were replaced by {now.model_path} with load format "
                 f"{now.load_format}, to which s3stream cannot return if the update fails",
@@ -202,8 +207,8 @@ class Update:
                 ) from error
             self._cause = _told(error)
             text = f"the update to {new} failed, and all ranks go back to serving {old}: {self._cause}"
-            if getattr(self._model_config, "is_draft_model", False):
-                text += "; this is about the draft model, while the target model has been updated"
+            if self._is_draft:
+                text += _OF_DRAFT
             logger.exception("s3stream: %s", text)
             raise LoadError(text) from error
 

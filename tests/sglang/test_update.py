@@ -439,7 +439,8 @@ def test_a_draft_model_in_the_targets_checkpoint_follows(store: Store) -> None:
         shared = lend_embeddings(loaded)
         store.fail_bodies("v2")
         with unchanged(loaded):  # the target's embeddings too, which have their new values already
-            assert_fails(loaded.update(url), "about the draft model")
+            assert_fails(loaded.update(url), "status 403.*about the draft model, and the target model has been updated")
+            assert_fails(loaded.update("s3://models/nothing"), "s3://models/nothing.*about the draft model")
         assert loaded.update(url)[0]
         now = tensors_of(loaded.model)
         committed = committed_of(loaded.config)
@@ -586,7 +587,7 @@ def test_whatever_fails_here_the_others_hear_of_it_and_none_waits(
 def test_ranks_that_are_to_load_different_objects_do_not_begin(store: Store, other: OtherRank) -> None:
     class Different(OtherRank):
         def gather(self, value: Any, *, timeout_seconds: float) -> list[Any]:
-            return [dataclasses.replace(value, files=b"other"), value]
+            return [dataclasses.replace(value, files=value.files[::-1]), value]
 
     with served(store.put("v1", None), extra={**OPTIONS, "share": "off"}) as loaded, unchanged(loaded):
         url = store.put("v2")
