@@ -260,7 +260,8 @@ class Update:
             changes.update(revision=self.revision, model_path=self._requested)
         storages = storages_of(model, kept.storages.keys() - borrowed)
         dataclasses.replace(kept, borrowed=borrowed, storages=storages, **changes).keep_on(self._model_config)
-        logger.info("s3stream: updated to %s in %.1f s", self.revision.url, seconds)
+        what = "the draft model keeps" if kept.is_own_draft else "updated to"
+        logger.info("s3stream: %s %s, %.1f s after the update began", what, self.revision.url, seconds)
 
 
 def refuse_not_served(committed: Committed | None, model_path: str) -> Committed:

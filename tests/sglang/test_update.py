@@ -156,7 +156,7 @@ def test_only_a_ranks_bytes_are_fetched_with_the_options_of_the_first_load(
         assert committed.revision.url.rstrip("/") == url
         assert committed.options.coalesce_gap_bytes == 0
     assert 's3stream_load_success{url="s3://models/v2/",rank="0"} 1.0' in (store.scratch / "v2-0.prom").read_text()
-    assert [r for r in caplog.records if r.getMessage().startswith("s3stream: updated to s3://models/v2/ in ")]
+    assert [r for r in caplog.records if r.getMessage().startswith("s3stream: updated to s3://models/v2/, ")]
 
 
 def test_settings_that_differ_are_named(store: Store, caplog: pytest.LogCaptureFixture) -> None:
