@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("registered")
 
 SECOND = "model-00002-of-00002.safetensors"
 #: Of files as small as these, the default for headers would take most.
-OPTIONS = {"header_read_bytes": 4096, "retry_deadline_seconds": 1.0}
+OPTIONS = {"header_read_bytes": 4096}
 
 
 def other_values(tensors: Tensors) -> Tensors:
@@ -89,6 +89,13 @@ def store(checkpoint: Get, server: ObjectServer, tmp_path: Path, monkeypatch: py
 
 
 @pytest.fixture
+def logged(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """Return a function that gives what the plugin has logged."""
+    caplog.set_level("INFO", logger="sglang.s3stream")  # other tests may have silenced SGLang's
+    return lambda: [record.getMessage() for record in caplog.records if record.name == "sglang.s3stream"]
+
+
+@pytest.fixture
 def turns(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Count the ways back."""
     found: list[int] = []
@@ -139,9 +146,8 @@ def load_beside(folder: Path, case: Case) -> nn.Module:
 
 
 def test_only_a_ranks_bytes_are_fetched_with_the_options_of_the_first_load(
-    store: Store, caplog: pytest.LogCaptureFixture
+    store: Store, logged: Callable[[], list[str]]
 ) -> None:
-    caplog.set_level("INFO")
     options = {**OPTIONS, "coalesce_gap_bytes": 0, "metrics_file": str(store.scratch / "{model}-{rank}.prom")}
     with served(store.put("v1", None), extra=options) as loaded:
         url = store.put("v2")
@@ -156,10 +162,10 @@ def test_only_a_ranks_bytes_are_fetched_with_the_options_of_the_first_load(
         assert committed.revision.url.rstrip("/") == url
         assert committed.options.coalesce_gap_bytes == 0
     assert 's3stream_load_success{url="s3://models/v2/",rank="0"} 1.0' in (store.scratch / "v2-0.prom").read_text()
-    assert [r for r in caplog.records if r.getMessage().startswith("s3stream: updated to s3://models/v2/, ")]
+    assert [text for text in logged() if text.startswith("s3stream: updated to s3://models/v2/, ")]
 
 
-def test_settings_that_differ_are_named(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+def test_settings_that_differ_are_named(store: Store, logged: Callable[[], list[str]]) -> None:
     first = store.put("v1", None)
     second = store.put("v2")
     config = (store.folder / "config.json").read_text()
@@ -167,7 +173,7 @@ def test_settings_that_differ_are_named(store: Store, caplog: pytest.LogCaptureF
     store.server.put("models", "v2/config.json", config.replace('"rms_norm_eps"', '"other_eps"').encode())
     with served(first, extra=OPTIONS) as loaded:
         assert loaded.update(second)[0]
-    assert [r for r in caplog.records if "differs" in r.getMessage() and "other_eps, rms_norm_eps" in r.getMessage()]
+    assert [text for text in logged() if "differs" in text and "other_eps, rms_norm_eps" in text]
 
 
 # -- what is refused before anything is overwritten ------------------------------------------------------------
@@ -291,7 +297,7 @@ def test_what_sglang_has_repacked_for_good_is_not_loaded_over(store: Store, monk
 
 @pytest.mark.parametrize("mode", ["trace", "eager"])
 def test_a_file_that_cannot_be_read_brings_the_old_weights_back(
-    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, mode: str
+    store: Store, monkeypatch: pytest.MonkeyPatch, logged: Callable[[], list[str]], mode: str
 ) -> None:
     overwritten: list[str] = []
     original = Update.turn_back
@@ -316,7 +322,7 @@ def test_a_file_that_cannot_be_read_brings_the_old_weights_back(
         if mode == "eager":
             assert overwritten
         assert 's3stream_load_success{url="s3://models/v2/",rank="0"} 0.0' in (store.scratch / "v2.prom").read_text()
-        assert [r for r in caplog.records if "s3://models/v1/ is served again" in r.getMessage()]
+        assert [text for text in logged() if "s3://models/v1/ is served again" in text]
         assert loaded.update(url)[0]
         assert differences(tensors_of(load(store.scratch / "v2").model), tensors_of(loaded.model)) == []
 
