@@ -510,7 +510,8 @@ def other(monkeypatch: pytest.MonkeyPatch) -> OtherRank:
 
 @pytest.mark.parametrize("meeting", [0, 1, 2])
 def test_what_fails_on_another_rank_fails_here(store: Store, other: OtherRank, meeting: int) -> None:
-    with served(store.put("v1", None), extra={**OPTIONS, "share": "off"}) as loaded:
+    options = {**OPTIONS, "share": "off", "metrics_file": str(store.scratch / "{model}.prom")}
+    with served(store.put("v1", None), extra=options) as loaded:
         assert other.purposes == []
         url = store.put("v2")
         other.fails = {meeting: AccessDeniedError("no", url="s3://models/v2/x")}
@@ -518,6 +519,10 @@ def test_what_fails_on_another_rank_fails_here(store: Store, other: OtherRank, m
             assert_fails(loaded.update(url), "on rank 0, no")
         # A rank that fails comes to the vote after that in which it said so, and so does this one.
         assert other.purposes == ([CHECK] if meeting == 0 else [CHECK, LOAD, PREPARE, *BACK])
+        if meeting == 1:  # this rank has read everything, and its metrics do not tell of a success
+            assert (
+                's3stream_load_success{url="s3://models/v2/",rank="0"} 0.0' in (store.scratch / "v2.prom").read_text()
+            )
         other.purposes.clear()
         other.fails = {}
         assert loaded.update(url)[0]
