@@ -1,10 +1,11 @@
-"""Runs the real server on CPU, ``sglang serve``."""
+"""Runs the real server on CPU."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
@@ -72,14 +73,19 @@ class Server(EngineServer):
 
     Args:
         arguments: of the command line, behind the model.
+        launch: start ``python -m sglang.launch_server`` instead of ``sglang serve``.
     """
 
     start_seconds = 240.0
 
-    def __init__(self, model: str, arguments: Sequence[str], environment: dict[str, str], log: Path) -> None:
+    def __init__(
+        self, model: str, arguments: Sequence[str], environment: dict[str, str], log: Path, *, launch: bool = False
+    ) -> None:
         def command(port: int) -> list[str]:
-            command = [sys.executable, "-c", "from sglang.cli.main import main; main()"]
-            command += ["serve", "--model-path", model, "--host", "127.0.0.1", "--port", str(port)]
+            command = [sys.executable, "-c", "from sglang.cli.main import main; main()", "serve"]
+            if launch:
+                command = [sys.executable, "-m", "sglang.launch_server"]
+            command += ["--model-path", model, "--host", "127.0.0.1", "--port", str(port)]
             command += ["--load-format", "s3stream", "--device", "cpu", "--dtype", "float32", "--context-length", "64"]
             command += ["--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
             command += ["--grammar-backend", "none", "--max-total-tokens", "1024", "--max-running-requests", "4"]
@@ -94,3 +100,17 @@ class Server(EngineServer):
         request = urllib.request.Request(f"{self.url}/generate", body, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=120) as response:
             return [answer["output_ids"] for answer in json.load(response)]
+
+    def update(self, model: str, **more: Any) -> tuple[bool, str]:
+        """Ask for other weights; return whether they are served, and what the server says."""
+        body = json.dumps({"model_path": model, **more}).encode()
+        request = urllib.request.Request(
+            f"{self.url}/update_weights_from_disk", body, {"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=120) as response:
+                answer = json.load(response)
+        except urllib.error.HTTPError as error:
+            with error:
+                answer = json.load(error)
+        return answer["success"], answer["message"]

@@ -77,9 +77,9 @@ def eagle3(folder: Path) -> None:
 @pytest.mark.parametrize("mode", ["trace", "eager"])
 def test_a_draft_in_the_targets_checkpoint(tmp_path: Path, mode: str) -> None:
     with_prediction_layer(tmp_path)
-    expected = load(tmp_path, load_format="auto", is_draft_model=True).model
+    expected = load(tmp_path, load_format="auto", draft=tmp_path).model
     assert type(expected).__name__ == "DeepseekV3ForCausalLMNextN"
-    loaded = load(tmp_path, extra={"mode": mode}, is_draft_model=True)
+    loaded = load(tmp_path, extra={"mode": mode}, draft=tmp_path)
     assert not differences(tensors_of(expected), tensors_of(loaded.model))
     report = loaded.loader.report
     assert not report.materialised
@@ -92,8 +92,8 @@ def test_a_draft_in_the_targets_checkpoint(tmp_path: Path, mode: str) -> None:
 @pytest.mark.parametrize("mode", ["trace", "eager"])
 def test_a_draft_of_its_own(tmp_path: Path, mode: str) -> None:
     eagle3(tmp_path)
-    expected = load(tmp_path, load_format="auto", is_draft_model=True).model
-    loaded = load(tmp_path, extra={"mode": mode}, is_draft_model=True)
+    expected = load(tmp_path, load_format="auto", draft=tmp_path).model
+    loaded = load(tmp_path, extra={"mode": mode}, draft=tmp_path)
     assert not differences(tensors_of(expected), tensors_of(loaded.model))
     # No parameter: the model keeps what it computed of a tensor.
     kept: Any = loaded.model.hot_token_id
