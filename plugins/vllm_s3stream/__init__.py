@@ -6,9 +6,21 @@ vLLM is imported before that.
 
 from __future__ import annotations
 
-__all__ = ["register"]
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm_s3stream.update.driver import Updated, update_weights, update_weights_async
+
+__all__ = ["Updated", "register", "update_weights", "update_weights_async"]
 
 LOAD_FORMAT = "s3stream"
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        return getattr(importlib.import_module("vllm_s3stream.update.driver"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def register() -> None:

@@ -30,6 +30,8 @@ from vllm_s3stream.progress import byte_progress
 from vllm_s3stream.quantisation import complete_before_processing, finish_delayed_layers, is_quantised_online
 from vllm_s3stream.sharded import files_of_this_rank, fill_state_dict
 from vllm_s3stream.torchao import unflattened
+from vllm_s3stream.update.layout import Layout
+from vllm_s3stream.update.record import keep_record, updates_are_wanted
 from vllm_s3stream.versions import require
 from vllm_s3stream.weights import ShardFilter
 
@@ -61,6 +63,7 @@ class S3StreamLoader(DefaultModelLoader):  # type: ignore[misc]  # no types of v
         super().__init__(dataclasses.replace(load_config, load_format="safetensors", model_loader_extra_config=own))
         self._session: LoadSession | None = None
         self._record: Recording | None = None
+        self._opened: list[tuple[Located, OpenedPart]] = []
         self.report: LoadReport | None = None
         """Of the last load."""
 
@@ -81,7 +84,7 @@ class S3StreamLoader(DefaultModelLoader):  # type: ignore[misc]  # no types of v
         # Sharded state has files of its own for every rank.
         group = None if self._options.sharded else group_that_loads()
         with (
-            recording(stream, model_config.model, rank_of_process(), publish_metrics) as record,
+            recording(stream, self._name_of(model_config), rank_of_process(), publish_metrics) as record,
             byte_progress(self.load_config.use_tqdm_on_load) as progress,
             LoadSession(model, stream, progress=progress, group=group) as session,
             self._use(session, record),
@@ -104,15 +107,31 @@ class S3StreamLoader(DefaultModelLoader):  # type: ignore[misc]  # no types of v
         model = session.model
 
         def load() -> Any:
-            loaded = model.load_weights(weights)
+            loaded = self._call(model, weights)
             finish_delayed_layers(model, model_config)
             return loaded
 
-        with self._during("weights"), span("trace"):
+        with self._during("weights"), span("trace"), self._watch(session):
             loaded = session.run(load)
         session.note(loaded=loaded or ())
         self._take_report(session)
         return loaded
+
+    def _name_of(self, model_config: Any) -> str:
+        return str(model_config.model)
+
+    def _call(self, model: nn.Module, weights: Weights) -> Any:
+        method: Any = model.load_weights
+        return method(weights)
+
+    @contextlib.contextmanager
+    def _watch(self, session: LoadSession) -> Iterator[None]:
+        """Take down, where the model may be updated later, what that needs to know of its load."""
+        layout = Layout.of(session.model) if updates_are_wanted() else None
+        yield
+        if layout is not None:
+            layout.settle(session.tracer.copies.writes)
+            keep_record(session.model, layout, self._opened)
 
     def _load_sharded(self, session: LoadSession, model: nn.Module, model_config: Any) -> None:
         began = time.perf_counter()
@@ -128,10 +147,12 @@ class S3StreamLoader(DefaultModelLoader):  # type: ignore[misc]  # no types of v
     @contextlib.contextmanager
     def _use(self, session: LoadSession, record: Recording) -> Iterator[None]:
         self._session, self._record, self.report = session, record, None
+        self._opened.clear()
         try:
             yield
         finally:
             self._session = self._record = None
+            self._opened.clear()
 
     def _take_report(self, session: LoadSession) -> None:
         self.report = session.report()
@@ -170,9 +191,10 @@ class S3StreamLoader(DefaultModelLoader):  # type: ignore[misc]  # no types of v
             weights_mapper=getattr(self, "_encoder_only_weights_mapper", None),
             local_expert_ids=getattr(self, "local_expert_ids", None),
         )
-        only = located.chosen(patterns)
+        only = self._files_of(located, patterns)
         opened = located.source(self._options.stream)
         part = self._open(session, opened, only=only, prefix=source.prefix, keep=keep)
+        self._opened.append((located, part))
         if self.load_config.safetensors_load_strategy == "torchao":
             return unflattened(session, part)
         return session.weights(part)
@@ -183,6 +205,9 @@ class S3StreamLoader(DefaultModelLoader):  # type: ignore[misc]  # no types of v
         from_hub = functools.partial(self._from_hub, patterns=patterns)
         located = locate(model, revision, subfolder, self._options.stream, from_hub)
         return located.without(self.load_config.ignore_patterns)
+
+    def _files_of(self, located: Located, patterns: list[str] | None) -> list[str]:
+        return located.chosen(patterns)
 
     def _from_hub(
         self, name: str, revision: str | None, subfolder: str | None, *, patterns: list[str] | None

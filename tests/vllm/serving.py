@@ -5,9 +5,11 @@ This file is also the script that makes the engines. It is run by its path, so i
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import importlib.metadata
+import itertools
 import json
 import os
 import select
@@ -415,6 +417,19 @@ class EngineHost:
         options = {"model": str(model), "runner": "pooling", **self._backend, **engine}
         return self._ask({"engine": options, "texts": texts})
 
+    def follow(self, model: str | Path, steps: Sequence[Mapping[str, Any]], **engine: Any) -> list[Any]:
+        """Make an engine and do with it what `steps` say; return what came of each.
+
+        Args:
+            steps: ``generate`` has prompts, and ``adapter`` may name one; returns tokens. ``update`` has a URL, and
+                ``version`` may name it; returns what it came to, or ``error`` and its ``type``.
+
+        Raises:
+            EngineFailedError: it did not come to that.
+        """
+        found: list[Any] = self._result({"engine": {"model": str(model), **self._backend, **engine}, "steps": steps})
+        return found
+
     def close(self) -> int:
         """Let the process end; return its exit status."""
         assert self.tree.process.stdin is not None
@@ -422,6 +437,10 @@ class EngineHost:
         return self.tree.wait(_STOP_SECONDS)
 
     def _ask(self, job: Mapping[str, Any]) -> Answer:
+        result = self._result(job)
+        return Answer(**{**result, "folder": Path(result["folder"])})
+
+    def _result(self, job: Mapping[str, Any]) -> Any:
         stdin = self.tree.process.stdin
         assert stdin is not None
         with contextlib.suppress(BrokenPipeError):  # then there is no answer either, and that says more
@@ -430,7 +449,7 @@ class EngineHost:
         result = json.loads(self._line())
         if "error" in result:
             raise EngineFailedError(result["error"])
-        return Answer(**{**result, "folder": Path(result["folder"])})
+        return result
 
     def _line(self) -> bytes:
         deadline = time.monotonic() + _START_SECONDS
@@ -445,12 +464,17 @@ class EngineHost:
         return line
 
 
-def _answer(job: Mapping[str, Any]) -> dict[str, Any]:
+def _answer(job: Mapping[str, Any]) -> Any:
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
-    llm = LLM(**{"enforce_eager": True, "max_model_len": 64, "dtype": "float32", **job["engine"]})
+    options = {"enforce_eager": True, "max_model_len": 64, "dtype": "float32", **job["engine"]}
+    if options.pop("asynchronous", False):
+        return asyncio.run(_follow_async(options, job["steps"]))
+    llm = LLM(**options)
     try:
+        if "steps" in job:
+            return [_step(llm, step) for step in job["steps"]]
         config = llm.llm_engine.model_config
         answer: dict[str, Any] = {"served_as": config.served_model_name, "folder": config.model}
         if "texts" in job:
@@ -466,6 +490,55 @@ def _answer(job: Mapping[str, Any]) -> dict[str, Any]:
         return answer
     finally:
         llm.llm_engine.engine_core.shutdown()
+
+
+def _step(llm: Any, step: Mapping[str, Any]) -> Any:
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    import vllm_s3stream
+
+    if "update" in step:
+        try:
+            return dataclasses.asdict(vllm_s3stream.update_weights(llm, step["update"], step.get("version")))
+        except Exception as error:
+            return {"type": type(error).__name__, "error": str(error)}
+    sampling = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
+    lora = LoRARequest("adapter", 1, step["adapter"]) if step.get("adapter") else None
+    found = llm.generate(step["generate"], sampling, lora_request=lora, use_tqdm=False)
+    return [list(each.outputs[0].token_ids) for each in found]
+
+
+async def _follow_async(options: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> list[Any]:
+    from vllm import SamplingParams
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    import vllm_s3stream
+
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**options))
+    sampling = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
+    numbers = itertools.count()
+
+    async def generate(prompt: str) -> list[int]:
+        tokens: list[int] = []
+        async for output in engine.generate(prompt, sampling, f"request-{next(numbers)}"):
+            tokens = list(output.outputs[0].token_ids)
+        return tokens
+
+    async def do(step: Mapping[str, Any]) -> Any:
+        if "generate" in step:
+            return list(await asyncio.gather(*map(generate, step["generate"])))
+        try:
+            updated = await vllm_s3stream.update_weights_async(engine, step["update"], step.get("version"))
+        except Exception as error:
+            return {"type": type(error).__name__, "error": str(error)}
+        return dataclasses.asdict(updated)
+
+    try:
+        return [await do(step) for step in steps]
+    finally:
+        engine.shutdown()
 
 
 def _answer_all(results: int) -> None:
@@ -528,6 +601,13 @@ class EngineServer:
     def get(self, path: str) -> Any:
         return json.loads(self.text(path))
 
+    def post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """Send `body` as JSON; return the answer, or None if it is empty."""
+        data = json.dumps(body or {}).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"}, method="POST")
+        with urllib.request.urlopen(request, timeout=_START_SECONDS) as response:
+            return json.loads(response.read() or b"null")
+
     def text(self, path: str) -> str:
         with urllib.request.urlopen(self.url + path, timeout=60) as response:
             return str(response.read().decode())
@@ -553,21 +633,17 @@ class Server(EngineServer):
 
         super().__init__(command, environment, log)
 
-    def complete(self, model: str) -> list[list[int]]:
-        """Continue `PROMPTS` greedily; return the tokens."""
+    def complete(self, model: str, prompts: Sequence[str] = PROMPTS) -> list[list[int]]:
+        """Continue `prompts` greedily; return the tokens."""
         body = {
             "model": model,
-            "prompt": PROMPTS,
+            "prompt": prompts,
             "temperature": 0,
             "max_tokens": MAX_TOKENS,
             "ignore_eos": True,
             "return_token_ids": True,
         }
-        request = urllib.request.Request(
-            f"{self.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=60) as response:
-            choices = sorted(json.load(response)["choices"], key=lambda choice: int(choice["index"]))
+        choices = sorted(self.post("/v1/completions", body)["choices"], key=lambda choice: int(choice["index"]))
         return [choice["token_ids"] for choice in choices]
 
 
