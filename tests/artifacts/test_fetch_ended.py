@@ -85,7 +85,10 @@ def test_killed_ten_times_and_then_finished(throttled: ObjectServer, tmp_path: P
             for span in known.get(name.removeprefix("org/m/"), []):
                 assert not overlaps(span, (low, high)), f"{name} {low}-{high} is fetched again"
 
-    for _ in range(KILLS):
+    kills = 0
+    while kills < KILLS or largest <= TOTAL // 4:  # how far each gets is up to the machine
+        kills += 1
+        assert kills < 10 * KILLS
         begun, first = throttled.counters.body_bytes, len(throttled.counters.ranges)
         process = start(throttled, tmp_path, "--mode", "all")
         wait_for_bytes(throttled, begun + rng.randrange(TOTAL // 20, TOTAL // 5))
@@ -97,7 +100,7 @@ def test_killed_ten_times_and_then_finished(throttled: ObjectServer, tmp_path: P
             assert body == ALL[key], "what has a name is whole"
         known = known_ranges(throttled, tmp_path)
         largest = max(largest, sum(end - start for spans in known.values() for start, end in spans))
-    assert TOTAL // 4 < largest < TOTAL
+    assert largest < TOTAL
     first = len(throttled.counters.ranges)
     done = finish(throttled, tmp_path)
     check_reads(first)
