@@ -13,7 +13,7 @@ from streamer.config import StreamConfig
 from streamer.fetch.engine import FetchEngine, Filled
 from streamer.fetch.flight import Flight
 from streamer.fetch.headers import OpenedCheckpoint
-from streamer.report import Cast, Checksums, LoadReport, LoadTimes, Verified
+from streamer.report import Cast, Checksums, LoadReport, LoadTimes, PlanCacheUse, Verified
 from streamer.share.sharing import Sharing
 from streamer.trace.tracer import Tracer
 from streamer.trace.unused import unused_tensors
@@ -74,6 +74,7 @@ class Books:
     verified: Verified | None = None
     verified_bytes: int = 0
     checksums: Checksums | None = None
+    plan_cache: PlanCacheUse | None = None
 
 
 def summarise(
@@ -123,6 +124,7 @@ def summarise(
         verified=books.verified,
         sharing=None if sharing is None else sharing.report(),
         checksums=books.checksums,
+        plan_cache=books.plan_cache,
         times=_times(parts, books),
     )
 

@@ -10,35 +10,21 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
-import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from streamer.errors import ConfigError
+from streamer.option_values import check_type, convert
 
-__all__ = ["LEAST_BUFFER_BYTES", "StreamConfig", "parse_byte_count"]
+__all__ = ["LEAST_BUFFER_BYTES", "StreamConfig"]
 
 KIB = 1 << 10
 MIB = 1 << 20
 
 ENVIRONMENT_PREFIX = "S3STREAM_"
 LEAST_BUFFER_BYTES = 64 * KIB
-
-_BYTE_UNITS = {
-    "": 1,
-    "b": 1,
-    "k": KIB,
-    "kib": KIB,
-    "kb": 1000,
-    "m": MIB,
-    "mib": MIB,
-    "mb": 1000**2,
-    "g": 1 << 30,
-    "gib": 1 << 30,
-    "gb": 1000**3,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,8 +110,12 @@ class StreamConfig:
     """After how many tensors what was traced so far is fetched while the trace goes on; 0: never. Tracing so many takes
     a second, and each such start costs the tail of the requests before it, which is more where there are fewer."""
 
+    plan_cache: bool = False
+    """Whether to keep what a load's trace found in `cache_dir`, for the same model, engine, layout and rank, and to do
+    that the next time, instead of running the model's loading code. What that does beside the model is left out."""
+
     cache_dir: str | None = None
-    """Folder for configuration, tokenizers and code of models served from URLs; never for weights.
+    """Folder for configuration, tokenizers and code of models served from URLs and for plans; never for weights.
     ``$XDG_CACHE_HOME/s3stream`` or ``~/.cache/s3stream`` if not given."""
 
     retry_attempts: int = 8
@@ -208,7 +198,7 @@ class StreamConfig:
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(type(self))
         for field in dataclasses.fields(self):
-            _check_type(field.name, getattr(self, field.name), hints[field.name])
+            check_type(field.name, getattr(self, field.name), hints[field.name])
         for name, least in (
             ("concurrency", 1),
             ("max_concurrency", 1),
@@ -272,11 +262,11 @@ class StreamConfig:
             name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
             if name not in hints:
                 raise _unknown(f"environment variable {variable}", name, known, prefix=ENVIRONMENT_PREFIX)
-            values[name] = _convert(variable, environ[variable], hints[name])
+            values[name] = convert(variable, environ[variable], hints[name])
         for name, value in (options or {}).items():
             if name not in hints:
                 raise _unknown(f"option {name!r}", str(name), known)
-            values[name] = _convert(f"option {name}", value, hints[name], is_bytes=name.endswith("_bytes"))
+            values[name] = convert(f"option {name}", value, hints[name], is_bytes=name.endswith("_bytes"))
         return cls(**values)
 
     def replace(self, **changes: Any) -> StreamConfig:
@@ -284,65 +274,8 @@ class StreamConfig:
         return dataclasses.replace(self, **changes)
 
 
-def parse_byte_count(text: str) -> int:
-    """Read ``"8 MiB"``, ``"512k"`` or ``"1000"`` as a number of bytes.
-
-    Raises:
-        ConfigError: it is not a non-negative number with a known unit.
-    """
-    number = text.strip().replace("_", "")
-    digits = number.rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
-    unit = number[len(digits) :].lower()
-    try:
-        count = float(digits) * _BYTE_UNITS[unit]
-        if count != int(count) or count < 0:
-            raise ValueError
-    except (ValueError, KeyError, OverflowError):
-        raise ConfigError(f"{text!r} is not a number of bytes", hint="examples: 8388608, 8MiB, 512k") from None
-    return int(count)
-
-
 def _unknown(what: str, name: str, known: list[str], prefix: str = "") -> ConfigError:
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     spelled = (prefix + near[0].upper() if prefix else near[0]) if near else None
     hint = f"did you mean {spelled}?" if spelled else f"known options: {', '.join(known)}"
     return ConfigError(f"unknown {what}", hint=hint)
-
-
-def _convert(where: str, value: Any, hint: Any, *, is_bytes: bool = False) -> Any:
-    """Turn a string from a variable or a command line into the option's type."""
-    if not isinstance(value, str):
-        return value
-    allowed = _alternatives(hint)
-    if str in allowed or typing.get_origin(hint) is Literal:
-        return value or None if type(None) in allowed else value
-    try:
-        if bool in allowed:
-            return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[value.lower()]
-        if int in allowed:
-            return parse_byte_count(value) if is_bytes or "_BYTES" in where else int(value)
-        return float(value)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
-    except (KeyError, ValueError) as error:
-        kind = "yes or no" if bool in allowed else "a number"
-        raise ConfigError(f"{where} must be {kind}, not {value!r}") from error
-
-
-def _alternatives(hint: Any) -> tuple[Any, ...]:
-    return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-
-
-def _check_type(name: str, value: Any, hint: Any) -> None:
-    if typing.get_origin(hint) is Literal:
-        choices = typing.get_args(hint)
-        if value not in choices:
-            raise ConfigError(f"option {name} must be one of {', '.join(choices)}, not {value!r}")
-        return
-    allowed = _alternatives(hint)
-    # bool is an int to Python, but `concurrency=True` is a mistake.
-    if float in allowed and type(value) is int:
-        return
-    if type(value) not in allowed:
-        wanted = " or ".join("nothing" if kind is type(None) else kind.__name__ for kind in allowed)
-        raise ConfigError(f"option {name} must be {wanted}, not {value!r}")

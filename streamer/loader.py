@@ -16,6 +16,7 @@ from streamer.fetch.dtypes import check_byte_order
 from streamer.fetch.eager import iterate_tensors
 from streamer.fetch.engine import FetchEngine, Progress
 from streamer.missing import missing_parameters
+from streamer.plan_cache.cache import Circumstances
 from streamer.recording import recording
 from streamer.report import LoadReport
 from streamer.session import LoadSession, OpenedPart
@@ -69,7 +70,9 @@ def load(
     members = ProcessGroup(group) if isinstance(group, dist.ProcessGroup) else group
     with (
         recording(resolved, source.url, _rank(members)) as record,
-        LoadSession(model, resolved, progress=progress, group=members) as session,
+        LoadSession(
+            model, resolved, progress=progress, group=members, circumstances=_circumstances(model, members)
+        ) as session,
     ):
         record.reads(source.stats)
         with record.phase("headers"), span("headers"):
@@ -107,6 +110,14 @@ def _rank(group: Group | None) -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
+def _circumstances(model: Any, group: Group | None) -> Circumstances | None:
+    """Say what the model's own method may go by; loading by names takes no code of the model's."""
+    if not callable(getattr(model, "load_weights", None)):
+        return None
+    rank, size = (group.rank, group.size) if group is not None else (0, 1)
+    return Circumstances({"loader": "streamer.load", "rank": str(rank), "size": str(size)})
+
+
 def _resolve(config: Options) -> StreamConfig:
     return config if isinstance(config, StreamConfig) else StreamConfig.resolve(config)
 
@@ -126,7 +137,7 @@ def _load_with(session: LoadSession, part: OpenedPart) -> None:
         if not isinstance(session.model, torch.nn.Module):
             raise LoadError(f"{type(session.model).__name__} is no torch.nn.Module and has no load_weights")
         own = functools.partial(_load_by_name, session.expected(), unexpected)
-    returned = session.run(lambda: own(session.weights(part)))
+    returned = session.run(own, session.weights(part))
     listed = returned if isinstance(returned, (set, frozenset, list, tuple)) else ()
     session.note(loaded=[name for name in listed if isinstance(name, str)], unexpected=unexpected)
 

@@ -5,9 +5,19 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-__all__ = ["Cast", "Checksums", "FileChecksum", "ForcedRead", "LoadReport", "LoadTimes", "Sharing", "Verified"]
+__all__ = [
+    "Cast",
+    "Checksums",
+    "FileChecksum",
+    "ForcedRead",
+    "LoadReport",
+    "LoadTimes",
+    "PlanCacheUse",
+    "Sharing",
+    "Verified",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +102,20 @@ class ForcedRead:
     operation: str
     tensors: tuple[str, ...]
     nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlanCacheUse:
+    """What the plan cache did for a load.
+
+    Attributes:
+        outcome: ``used``: the model's loading code did not run. ``kept``: it ran, and need not next time. ``not used``:
+            it ran, and will have to again.
+        why: it has to.
+    """
+
+    outcome: Literal["used", "kept", "not used"]
+    why: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,6 +213,7 @@ class LoadReport:
     verified: Verified | None
     sharing: Sharing | None
     checksums: Checksums | None
+    plan_cache: PlanCacheUse | None
     times: LoadTimes
 
     def to_dict(self) -> dict[str, Any]:
@@ -209,6 +234,9 @@ class LoadReport:
             known = self.checksums
             parts.append(f"stored checksums of {known.checked_files} of {len(known.files)} files checked")
             parts.append(f"{_size(known.unchecked_bytes)} read unchecked")
+        if self.plan_cache is not None:
+            use = self.plan_cache
+            parts.append(f"plan {use.outcome}: {use.why}" if use.why else f"plan {use.outcome}")
         slowest = max(("fetch", self.times.fetch), ("copy", self.times.copy), ("trace", self.times.trace), key=_second)
         parts.append(f"most of it in {slowest[0]}")
         return ", ".join(parts)

@@ -8,7 +8,7 @@ import functools
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -21,6 +21,8 @@ from streamer.fetch.engine import FetchEngine, FillTimes, Progress
 from streamer.fetch.fill import CopyJob
 from streamer.fetch.flight import Flight
 from streamer.fetch.headers import OpenedCheckpoint
+from streamer.plan_cache.cache import Circumstances, PlanUse
+from streamer.plan_cache.replay import replay
 from streamer.report import LoadReport
 from streamer.share.group import Group
 from streamer.share.settling import settle_checksums
@@ -35,6 +37,7 @@ from streamer.verify import verify_copies
 __all__ = ["LoadSession", "OpenedPart"]
 
 Result = TypeVar("Result")
+Weights = Iterable[tuple[str, torch.Tensor]]
 
 
 class LoadSession:
@@ -46,6 +49,7 @@ class LoadSession:
         model: see `streamer.load`.
         progress: called with bytes arrived and bytes wanted, per batch of reads.
         group: the ranks that load together, each with a session of its own, doing the same.
+        circumstances: what the model's code may go by, for the plan cache; None if it may not be left out.
 
     Attributes:
         may_overlap: fetch what was traced so far while the trace goes on. Set it to false, on all ranks, before
@@ -56,7 +60,13 @@ class LoadSession:
     """
 
     def __init__(
-        self, model: Any, config: StreamConfig, *, progress: Progress | None = None, group: Group | None = None
+        self,
+        model: Any,
+        config: StreamConfig,
+        *,
+        progress: Progress | None = None,
+        group: Group | None = None,
+        circumstances: Circumstances | None = None,
     ) -> None:
         self.model = model
         self.config = config
@@ -64,6 +74,7 @@ class LoadSession:
             ModelStorages(model), self._fill, batch_bytes=config.buffer_bytes // 4, keep_completed=config.verify
         )
         self._progress = progress
+        self._circumstances = circumstances
         self._parts: list[OpenedPart] = []
         self._items: list[ObjectInfo] = []
         self._stack = contextlib.ExitStack()
@@ -225,19 +236,27 @@ class LoadSession:
 
     # -- while the model's code runs ---------------------------------------------------------------------
 
-    def run(self, load_weights: Callable[[], Result]) -> Result:
-        """Call the model's loading code; when this returns, every byte is where it belongs.
+    def run(self, load_weights: Callable[[Weights], Result], weights: Weights) -> Result:
+        """Call the model's loading code with `weights`; when this returns, every byte is where it belongs.
+
+        With ``plan_cache``, what it did last time may be done instead, and what it returned then returned.
+
+        Args:
+            weights: from `weights`, perhaps by way of the engine's own iterators.
 
         Raises:
             LeakedLazyTensorError: the model kept a lazy tensor.
             IntegrityError: ``integrity=checksums``, and what was read is not what the store was given.
             VerificationError: ``verify`` is on, and a parameter does not hold what its source holds.
         """
-        with tracing(self.tracer):
-            result = load_weights()
-            self._raise_what_was_swallowed()
-            give_values(self.model, self.tracer)
+        plan = None
+        if self.config.plan_cache:
+            plan, weights = PlanUse.begin(self.config, self.model, self._circumstances, weights, self._tensors)
+        if plan is not None and plan.recipe is not None:
+            result = cast("Result", replay(plan.recipe, self.model, self.tracer, weights, self._tensors()))
             self._complete_all(is_last=True)
+        else:
+            result = self._trace(load_weights, weights if plan is None else plan.watch(weights, self.tracer))
         self._books.checksums = settle_checksums([part.engine for part in self._parts], self._sharing)
         if self._sharing is not None:
             self._sharing.part()
@@ -246,6 +265,16 @@ class LoadSession:
             received = self._received()
             self._books.verified = verify_copies(self.tracer, self.model, self._read)
             self._books.verified_bytes = self._received() - received
+        if plan is not None:
+            self._books.plan_cache = plan.finish(result, self.tracer, len(self._parts))
+        return result
+
+    def _trace(self, load_weights: Callable[[Weights], Result], weights: Weights) -> Result:
+        with tracing(self.tracer):
+            result = load_weights(weights)
+            self._raise_what_was_swallowed()
+            give_values(self.model, self.tracer)
+            self._complete_all(is_last=True)
         return result
 
     def _received(self) -> int:
@@ -292,7 +321,10 @@ class LoadSession:
 
     def names(self) -> list[str]:
         """Return the names of all tensors that are handed out."""
-        return [info.name for part in self._parts for info in part.tensors]
+        return [info.name for info in self._tensors()]
+
+    def _tensors(self) -> list[TensorInfo]:
+        return [info for part in self._parts for info in part.tensors]
 
     # -- after: what came of it --------------------------------------------------------------------------
 

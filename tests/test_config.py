@@ -7,8 +7,9 @@ import inspect
 
 import pytest
 
-from streamer.config import StreamConfig, parse_byte_count
+from streamer.config import StreamConfig
 from streamer.errors import ConfigError
+from streamer.option_values import parse_byte_count
 
 
 def test_defaults_are_valid_and_documented() -> None:

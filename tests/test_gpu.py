@@ -76,7 +76,7 @@ def test_ranks_that_share_fill_parameters_on_a_gpu() -> None:
         rank.model = Parameters(shapes, torch.bfloat16, load_weights).cuda()
         with new_session(rank.model) as session:
             opened = session.open(rank.source)
-            session.run(lambda: load_weights(session.weights(opened)))
+            session.run(load_weights, session.weights(opened))
             rank.report = session.report()
 
     for rank in on_ranks(2, load, lambda _: CountingSource(objects), buffer_bytes=1 << 20):

@@ -21,7 +21,9 @@ PURE += ["streamer.metrics", "streamer.spans", "streamer.recording"]
 #: Lower layers never import higher ones. A package may import those before it.
 LAYERS = [
     "errors",
+    "option_values",
     "config",
+    "cache",
     "report",
     "spans",
     "checkpoint",
@@ -37,6 +39,7 @@ LAYERS = [
     "doctor",
     "share",
     "trace",
+    "plan_cache",
     "verify",
     "missing",
     "books",

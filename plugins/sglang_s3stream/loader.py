@@ -12,6 +12,7 @@ from sglang.srt.configs.load_config import LoadFormat
 from sglang.srt.model_loader.loader import DefaultModelLoader
 from torch import nn
 
+from sglang_s3stream.circumstances import circumstances_of_sglang
 from sglang_s3stream.committed import Committed, committed_of
 from sglang_s3stream.groups import group_that_loads
 from sglang_s3stream.layouts import Layout, has_undone_layers, layouts_of, left_alone, storages_of, stuck_parameters
@@ -23,6 +24,7 @@ from streamer.artifacts.locate import Located, locate
 from streamer.errors import ConfigError, LoadError
 from streamer.fetch.dtypes import check_byte_order
 from streamer.missing import missing_parameters
+from streamer.plan_cache.cache import Circumstances
 from streamer.rank_reports import publish_metrics, rank_of_process, write_report
 from streamer.recording import Recording, recording
 from streamer.report import LoadReport
@@ -118,17 +120,23 @@ class S3StreamLoader(DefaultModelLoader):  # type: ignore[misc]  # no types of S
         check_byte_order()
         with (
             byte_progress(rank_of_process()) as progress,
-            LoadSession(model, self._options, progress=progress, group=group) as session,
+            LoadSession(
+                model, self._options, progress=progress, group=group, circumstances=self._circumstances()
+            ) as session,
             self._use(session, record),
         ):
             with record.phase("weights"), span("trace"):
-                session.run(lambda: self.load_weights_only(model, weights, target_device))
+                session.run(lambda given: self.load_weights_only(model, given, target_device), weights)
             report = self.report = record.report = session.report()
             with record.phase("check"):
                 check(session, report)
         logger.info("s3stream: %s", report.summary())
         write_report(report, self._options.report_dir)
         return report
+
+    def _circumstances(self) -> Circumstances | None:
+        """Say what the model's code may go by, for the plan cache; None in an update, whose model is in use."""
+        return circumstances_of_sglang() if self._update is None else None
 
     def _commit_first(
         self, model: nn.Module, revision: Revision, report: LoadReport, before: Mapping[str, Layout]

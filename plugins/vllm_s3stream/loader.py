@@ -18,12 +18,14 @@ from streamer.artifacts.locate import Located, locate
 from streamer.errors import ConfigError
 from streamer.fetch.dtypes import check_byte_order
 from streamer.missing import missing_parameters
+from streamer.plan_cache.cache import Circumstances
 from streamer.rank_reports import publish_metrics, rank_of_process, write_report
 from streamer.recording import Recording, recording
 from streamer.report import LoadReport
 from streamer.session import LoadSession, OpenedPart
 from streamer.sources import Source
 from streamer.spans import span
+from vllm_s3stream.circumstances import circumstances_of_vllm
 from vllm_s3stream.groups import group_that_loads
 from vllm_s3stream.options import PluginOptions
 from vllm_s3stream.progress import byte_progress
@@ -86,7 +88,7 @@ class S3StreamLoader(DefaultModelLoader):  # type: ignore[misc]  # no types of v
         with (
             recording(stream, self._name_of(model_config), rank_of_process(), publish_metrics) as record,
             byte_progress(self.load_config.use_tqdm_on_load) as progress,
-            LoadSession(model, stream, progress=progress, group=group) as session,
+            LoadSession(model, stream, progress=progress, group=group, circumstances=self._circumstances()) as session,
             self._use(session, record),
             complete_before_processing(model, session.complete_touching, session.complete_touching_alone),
         ):
@@ -106,16 +108,20 @@ class S3StreamLoader(DefaultModelLoader):  # type: ignore[misc]  # no types of v
         """Run the model's own ``load_weights``; vLLM's loader calls this in its place."""
         model = session.model
 
-        def load() -> Any:
-            loaded = self._call(model, weights)
+        def load(given: Weights) -> Any:
+            loaded = self._call(model, given)
             finish_delayed_layers(model, model_config)
             return loaded
 
         with self._during("weights"), span("trace"), self._watch(session):
-            loaded = session.run(load)
+            loaded = session.run(load, weights)
         session.note(loaded=loaded or ())
         self._take_report(session)
         return loaded
+
+    def _circumstances(self) -> Circumstances | None:
+        """Say what the model's loading code may go by, for the plan cache; None where it is not all that runs."""
+        return None if self._options.sharded else circumstances_of_vllm()
 
     def _name_of(self, model_config: Any) -> str:
         return str(model_config.model)
@@ -140,7 +146,7 @@ class S3StreamLoader(DefaultModelLoader):  # type: ignore[misc]  # no types of v
         part = self._open(session, located.source(self._options.stream), only=files)
         fill = fill_state_dict(model)
         with self._during("weights"), span("trace"):
-            session.run(lambda: fill(session.weights(part)))
+            session.run(fill, session.weights(part))
         self._take_report(session)
         logger.info_once("Loading weights took %.2f seconds", time.perf_counter() - began)
 

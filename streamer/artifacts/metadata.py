@@ -14,7 +14,6 @@ import contextlib
 import fcntl
 import hashlib
 import json
-import os
 import re
 import shutil
 import tempfile
@@ -23,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from streamer.cache import cache_folder
 from streamer.checkpoint.manifest import MANIFEST_KEY, parse_manifest
 from streamer.checkpoint.partial import PINS_FILE, Partial
 from streamer.checkpoint.select import Listed, accompanying, has_weights_beside
@@ -113,7 +113,7 @@ def pull(url: str, config: StreamConfig, *, everything: bool = False) -> PulledF
         wanted = items if everything else loop.run(_accompanying(source, config, items))
         for item in wanted:
             refuse_escape(source, item.key)
-        folder = _cache(config) / _name(source.url, items, everything, config.integrity)
+        folder = cache_folder(config, "models") / _name(source.url, items, everything, config.integrity)
         here = tuple(item.key for item in wanted)
         pulled = PulledFolder(folder, source.url, items, here, "all" if everything else "metadata")
         try:
@@ -198,13 +198,6 @@ def refuse_escape(source: Source, key: str) -> None:
         raise CheckpointError(
             f"{source.url} holds an object whose key {key!r} is no path inside a folder", hint="remove or rename it"
         )
-
-
-def _cache(config: StreamConfig) -> Path:
-    if config.cache_dir:
-        return Path(config.cache_dir).expanduser().absolute() / "models"
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "s3stream" / "models"
 
 
 def _name(url: str, items: Sequence[ObjectInfo], everything: bool, integrity: str) -> str:

@@ -29,8 +29,9 @@ from streamer.cli.options import (
     Url,
 )
 from streamer.cli.output import Output
-from streamer.config import StreamConfig, parse_byte_count
+from streamer.config import StreamConfig
 from streamer.errors import ConfigError, StreamError
+from streamer.option_values import parse_byte_count
 
 __all__ = ["app"]
 

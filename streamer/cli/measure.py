@@ -15,9 +15,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from streamer.checkpoint.checkpoint import Checkpoint
-from streamer.config import StreamConfig, parse_byte_count
+from streamer.config import StreamConfig
 from streamer.errors import CheckpointError, ConfigError
 from streamer.fetch.headers import read_checkpoint
+from streamer.option_values import parse_byte_count
 from streamer.plan.timing import StoreModel
 from streamer.sources import ObjectInfo, Source, open_source, split_file
 from streamer.sources.tasks import FlatTaskGroup

@@ -84,6 +84,8 @@ class Barrier(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if kind is _COPY and type(args[1]) is LazyTensor and type(args[0]) is not LazyTensor:
                 return tracer.copy(func, args, kwargs)  # which also looks after what it overlaps
             if kind is not _SHAPE_ONLY:
+                if tracer.copies.watcher is not None:
+                    tracer.copies.watcher.saw(func, args, kwargs)
                 if tracer.copies.pending:
                     tracer.copies.complete_touching(_plain_tensors((args, kwargs)))
                 if kind is _MUTATING or kind is _COPY:

@@ -22,6 +22,7 @@ from streamer.trace.ops import is_same_values
 from streamer.trace.pending import Pending, PendingCopies, storage_key, storage_of
 from streamer.trace.storages import ModelStorages
 from streamer.trace.values import Values, job_for, leaves_of, mark_used
+from streamer.trace.watcher import Watcher
 from streamer.trace.writes import WriteLog
 
 __all__ = ["Completed", "Copies"]
@@ -56,6 +57,7 @@ class Copies:
         casts: copies that convert, by source and destination dtype.
         superseded: tensors whose copy was overwritten before it was made, and by which.
         writes: bytes of the model that got values.
+        watcher: is told of copies into the model and of all operations.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class Copies:
         self.casts: Counter[tuple[str, str]] = Counter()
         self.superseded: dict[str, str] = {}
         self.writes = WriteLog()
+        self.watcher: Watcher | None = None
         self._windows = Windows()
         self._flights: list[tuple[Flight, list[Pending]]] = []
 
@@ -101,16 +104,24 @@ class Copies:
         dtype = destination.dtype
         if dtype != source.dtype:
             self.casts[str(source.dtype), str(dtype)] += 1
+        if isinstance(source.lazy_base, DeferredBase):
+            source = _peel(source, dtype)
+        if self.watcher is not None:
+            self.watcher.copied(destination, source, key)
         if end == window.offset:
             mark_used(source.lazy_base)
             return destination
-        if isinstance(source.lazy_base, DeferredBase):
-            source = _peel(source, dtype)
         overlapped = self.pending.overlapping(window, end, key)
         if overlapped:
             self._settle(overlapped, window, dtype, source)
         self.pending.add(destination.detach(), source, key, window, end, serial)
         return destination
+
+    def fill(self, destination: torch.Tensor, value: float) -> None:
+        """Write one number all over `destination`, a part of the model, now."""
+        self.complete_touching([destination])
+        self.writes.note(destination)
+        destination.fill_(value)
 
     def _settle(self, overlapped: list[Pending], window: View, dtype: torch.dtype, source: LazyTensor) -> None:
         """Drop the copies that one from `source` into `window` replaces, and complete the other ones that it meets."""
@@ -178,6 +189,7 @@ class Copies:
         self._flights.clear()
         self.pending = PendingCopies()
         self.completed.clear()
+        self.watcher = None
         self._storages = ModelStorages(None)
 
     def complete_all(self) -> None:

@@ -145,7 +145,11 @@ def _complete_first(method: Callable[..., Any], here: _Here) -> Callable[..., An
     @functools.wraps(method)
     def read(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         for tracer in here.tracers:
-            if tracer.copies.pending and not tracer.values.busy and not isinstance(self, LazyTensor):
+            if tracer.values.busy or isinstance(self, LazyTensor):
+                continue
+            if tracer.copies.watcher is not None:
+                tracer.copies.watcher.taken(self, method.__name__)
+            if tracer.copies.pending:
                 tracer.copies.complete_touching([self])
         return method(self, *args, **kwargs)
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from streamer.cli.output import DOLLARS_PER_REQUEST
-from streamer.config import StreamConfig, parse_byte_count
+from streamer.config import StreamConfig
 from streamer.fetch.engine import part_of, slab_bytes_for
+from streamer.option_values import parse_byte_count
 from tests.benchmarks.comparison import rewrite
 from tests.benchmarks.rig import RESULTS
 from tests.benchmarks.tables import read_results

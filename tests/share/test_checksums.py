@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -88,7 +88,7 @@ def load_named(names: Sequence[str] = NAMES) -> Callable[[Rank, LoadSessionFacto
         threading.current_thread().name = f"rank {number}"
         shapes = {name: value.shape for name, value in expected(STATE, number, size).items() if name in names}
 
-        def load_weights(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        def load_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
             for name, tensor in weights:
                 if name in names:
                     getattr(rank.model, name).copy_(part(name, tensor, number, size))
@@ -96,7 +96,7 @@ def load_named(names: Sequence[str] = NAMES) -> Callable[[Rank, LoadSessionFacto
         rank.model = Parameters(shapes, torch.float32, load_weights)
         with new_session(rank.model) as session:
             opened = session.open(rank.source)
-            session.run(lambda: load_weights(session.weights(opened)))
+            session.run(load_weights, session.weights(opened))
             rank.report = session.report()
 
     return load

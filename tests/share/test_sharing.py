@@ -6,7 +6,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -68,7 +68,7 @@ def load_plainly(
     number, size = rank.group.rank, rank.group.size
     shapes = {name: value.shape for name, value in expected(STATE, number, size).items()}
 
-    def load_weights(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+    def load_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in weights:
             before(name)
             getattr(rank.model, name).copy_(part(name, tensor, number, size))
@@ -76,7 +76,7 @@ def load_plainly(
     rank.model = Parameters(shapes, torch.float32, load_weights)
     with new_session(rank.model) as session:
         opened = session.open(rank.source)
-        session.run(lambda: load_weights(session.weights(opened)))
+        session.run(load_weights, session.weights(opened))
         rank.report = session.report()
 
 
@@ -143,14 +143,14 @@ def test_an_arena_of_two_slots_cannot_deadlock(overlap_tensors: int) -> None:
         number = rank.group.rank
         shapes = dict.fromkeys(state, (128, 128))
 
-        def load_weights(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        def load_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
             for name, tensor in weights:
                 getattr(rank.model, name).copy_(part(name, tensor, number, 2))
 
         rank.model = Parameters(shapes, torch.float32, load_weights)
         with new_session(rank.model) as session:
             opened = session.open(rank.source)
-            session.run(lambda: load_weights(session.weights(opened)))
+            session.run(load_weights, session.weights(opened))
             rank.report = session.report()
 
     ranks = on_ranks(
@@ -384,7 +384,7 @@ def test_layers_completed_in_the_middle_are_shared_however_often_each_rank_does_
         number, size = rank.group.rank, rank.group.size
         shapes = {name: value.shape for name, value in expected(STATE, number, size).items()}
 
-        def load_weights(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        def load_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
             for count, (name, tensor) in enumerate(weights):
                 parameter = getattr(rank.model, name)
                 parameter.copy_(part(name, tensor, number, size))
@@ -395,7 +395,7 @@ def test_layers_completed_in_the_middle_are_shared_however_often_each_rank_does_
         rank.model = Parameters(shapes, torch.float32, load_weights)
         with new_session(rank.model) as session:
             opened = session.open(rank.source)
-            session.run(lambda: load_weights(session.weights(opened)))
+            session.run(load_weights, session.weights(opened))
             rank.report = session.report()
 
     ranks = on_ranks(
@@ -419,7 +419,7 @@ def test_a_rank_with_nothing_to_load_takes_part(overlap_tensors: int) -> None:
         if rank.group.rank:
             with new_session(Parameters({}, torch.float32, list)) as session:
                 opened = session.open(rank.source)
-                session.run(lambda: list(session.weights(opened)))
+                session.run(list, session.weights(opened))
                 rank.report = session.report()
         else:
             load_plainly(rank, new_session)
@@ -445,7 +445,7 @@ def test_reads_that_values_force_are_made_alone(overlap_tensors: int) -> None:
         number, size = rank.group.rank, rank.group.size
         shapes = {name: value.shape for name, value in expected(STATE, number, size).items()}
 
-        def load_weights(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        def load_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
             for name, tensor in weights:
                 if number == 1 and name == "kv":
                     rank.notes["sum"] = float(tensor.sum())
@@ -454,7 +454,7 @@ def test_reads_that_values_force_are_made_alone(overlap_tensors: int) -> None:
         rank.model = Parameters(shapes, torch.float32, load_weights)
         with new_session(rank.model) as session:
             opened = session.open(rank.source)
-            session.run(lambda: load_weights(session.weights(opened)))
+            session.run(load_weights, session.weights(opened))
             rank.report = session.report()
 
     ranks = on_ranks(2, load, lambda _: CountingSource(objects), overlap_tensors=overlap_tensors)
@@ -472,7 +472,7 @@ def test_two_checkpoints_in_one_load(overlap_tensors: int) -> None:
         shapes = {name: value.shape for name, value in expected(STATE, number, size).items()}
         other = MemorySource(second, "second")
 
-        def load_weights(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        def load_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
             for name, tensor in weights:
                 getattr(rank.model, name).copy_(part(name, tensor, number, size))
 
@@ -482,7 +482,7 @@ def test_two_checkpoints_in_one_load(overlap_tensors: int) -> None:
 
         rank.model = Parameters(shapes, torch.float32, load_weights)
         with new_session(rank.model) as session:
-            session.run(lambda: load_weights(both(session)))
+            session.run(load_weights, both(session))
             rank.report = session.report()
 
     check(on_ranks(2, load, lambda _: CountingSource(first), overlap_tensors=overlap_tensors))

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any
 
-from streamer.config import StreamConfig, parse_byte_count
+from streamer.config import StreamConfig
 from streamer.errors import ConfigError
+from streamer.option_values import parse_byte_count
 
 __all__ = ["NEWEST", "OLDEST", "problems_of", "problems_of_pod"]
 
