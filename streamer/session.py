@@ -262,9 +262,10 @@ class LoadSession:
             self._sharing.part()
         refuse_leaks(self.model)
         if self.config.verify:
-            received = self._received()
+            received, filled = self._received(), len(self._books.fills)
             self._books.verified = verify_copies(self.tracer, self.model, self._read)
             self._books.verified_bytes = self._received() - received
+            del self._books.fills[filled:]  # computed again, for nobody's need
         if plan is not None:
             self._books.plan_cache = plan.finish(result, self.tracer, len(self._parts))
         return result

@@ -86,6 +86,13 @@ def test_a_right_load_passes(buffer_bytes: int) -> None:
     assert not report.verified.replaced + report.verified.overwritten + report.verified.skipped
 
 
+def test_what_it_computes_again_is_not_what_the_model_needed() -> None:
+    source = {"model.safetensors": body()}
+    plain, verified = (load(MemorySource(source), verify=verify) for verify in (False, True))
+    assert verified.needed_bytes == plain.needed_bytes
+    assert verified.over_read_bytes == plain.over_read_bytes
+
+
 def test_without_it_nothing_is_read_again() -> None:
     assert load(MemorySource({"model.safetensors": body()}), verify=False).verified is None
 

@@ -72,6 +72,7 @@ class _Sources:
         self._tracer = tracer
         self._layouts: dict[Geometry, Layout] = {}
         self._computed: dict[int, Base] = {}
+        self._inputs: dict[Source, LazyTensor] = {}  # what several expressions take is fetched once
 
     def lazy(self, source: Source) -> LazyTensor:
         layout = self._layouts.get(source.geometry)
@@ -80,13 +81,19 @@ class _Sources:
         base = self._tracer.bases[source.of] if isinstance(source.of, str) else self._compute(source.of)
         return lazy_view(base, layout, _CPU)
 
+    def _input(self, source: Source) -> LazyTensor:
+        lazy = self._inputs.get(source)
+        if lazy is None:
+            lazy = self._inputs[source] = self.lazy(source)
+        return lazy
+
     def _compute(self, number: int) -> Base:
         """Have an expression computed when its values are needed, as the trace does."""
         base = self._computed.get(number)
         if base is None:
             expression = self._expressions[number]
             function = function_of(expression.function)
-            inputs = [self.lazy(source) for source in expression.sources]
+            inputs = [self._input(source) for source in expression.sources]
             args, kwargs = arguments_of(expression.arguments, inputs)
             result = self._tracer.dispatch(function, args, kwargs, inputs)
             if not isinstance(result, LazyTensor):

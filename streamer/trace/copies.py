@@ -104,13 +104,13 @@ class Copies:
         dtype = destination.dtype
         if dtype != source.dtype:
             self.casts[str(source.dtype), str(dtype)] += 1
-        if isinstance(source.lazy_base, DeferredBase):
-            source = _peel(source, dtype)
         if self.watcher is not None:
             self.watcher.copied(destination, source, key)
         if end == window.offset:
             mark_used(source.lazy_base)
             return destination
+        if isinstance(source.lazy_base, DeferredBase):
+            source = _peel(source, dtype)
         overlapped = self.pending.overlapping(window, end, key)
         if overlapped:
             self._settle(overlapped, window, dtype, source)

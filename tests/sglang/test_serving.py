@@ -52,7 +52,11 @@ def store(moto_url: str, tmp_path_factory: pytest.TempPathFactory) -> Store:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_tokens_are_those_of_transformers(store: Store, tmp_path: Path, ranks: int) -> None:
     # Of files as small as these, the default for headers would take most, only to read it again.
-    options = {"S3STREAM_REPORT_DIR": str(tmp_path / "reports"), "S3STREAM_HEADER_READ_BYTES": "4096"}
+    options = {
+        "S3STREAM_REPORT_DIR": str(tmp_path / "reports"),
+        "S3STREAM_HEADER_READ_BYTES": "4096",
+        "S3STREAM_PLAN_CACHE": "yes",
+    }
     environment = {**store.environment(), **options}
     arguments: Sequence[str] = ["--enable-metrics"]
     if ranks == 2:
@@ -78,3 +82,9 @@ def test_tokens_are_those_of_transformers(store: Store, tmp_path: Path, ranks: i
     if ranks == 2:
         fetched = {report["sharing"]["node_fetched_bytes"] for report in reports}
         assert max(fetched) < 1.1 * reports[0]["checkpoint_bytes"]
+        options["S3STREAM_REPORT_DIR"] = str(tmp_path / "again")
+        with Server(store.url, arguments, {**environment, **options}, tmp_path / "again.log") as server:
+            server.wait_until_healthy()
+            assert server.complete() == store.tokens
+        for report in serving.read_reports(tmp_path / "again"):
+            assert report["plan_cache"]["outcome"] == "used"

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.trace.loading import load_all_ways
+from tests.trace.loading import Loader, load_all_ways
 
 SHAPES = {"t0": (8, 6), "t1": (6, 8), "t2": (12,), "t3": (2, 4, 6), "t4": (), "t5": (16, 3)}
 STATE = {
@@ -156,13 +156,9 @@ class Interpreter:
         choices[c % len(choices)]()
 
 
-@settings(max_examples=400, deadline=None)
-@given(
-    steps=st.lists(st.tuples(*[st.integers(0, 200)] * 4), min_size=12, max_size=60),
-    listed=st.booleans(),
-    cap=st.sampled_from(["64KiB", "1MiB"]),
-)
-def test_traced_and_plain_programs_agree(steps: list[Step], listed: bool, cap: str) -> None:
+def program(steps: list[Step], *, listed: bool) -> Loader:
+    """Return a loading function that does `steps`, spread over the tensors as they come."""
+
     def loader(model: Any, weights: Any) -> list[object]:
         run = Interpreter(model)
         source = iter(list(weights)) if listed else iter(weights)
@@ -178,4 +174,14 @@ def test_traced_and_plain_programs_agree(steps: list[Step], listed: bool, cap: s
             run.step(*step)
         return run.log
 
-    load_all_ways(loader, PARAMETERS, STATE, buffer_bytes=cap)
+    return loader
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    steps=st.lists(st.tuples(*[st.integers(0, 200)] * 4), min_size=12, max_size=60),
+    listed=st.booleans(),
+    cap=st.sampled_from(["64KiB", "1MiB"]),
+)
+def test_traced_and_plain_programs_agree(steps: list[Step], listed: bool, cap: str) -> None:
+    load_all_ways(program(steps, listed=listed), PARAMETERS, STATE, buffer_bytes=cap)

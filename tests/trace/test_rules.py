@@ -98,7 +98,7 @@ def test_rule_2_other_bytes_of_the_same_storage_are_left_alone() -> None:
                     pending.append(len(recorder.copies.pending))
 
     load_all_ways(loader, {"w": (10, 6)}, STATE)
-    assert pending == [1, 1]  # in both traced ways
+    assert set(pending) == {1}  # in all traced ways
 
 
 def test_rule_3_later_copies_win_and_dead_ones_are_not_fetched() -> None:

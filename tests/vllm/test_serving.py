@@ -165,6 +165,29 @@ def test_two_tensor_parallel_ranks_configured_by_the_engine_alone(
     check_sharing(tmp_path / "reports")
 
 
+def test_a_restart_runs_none_of_the_models_loading_code(
+    moto: str, scratch: Path, from_disk: Answer, checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    url = checkpoints.url("tiny")
+    outcomes = []
+    for start in ("first", "second"):
+        reports = tmp_path / start
+        variables = environment(scratch, moto, S3STREAM_REPORT_DIR=str(reports), **serving.two_ranks())
+        options: Options = {"plan_cache": True, "cache_dir": str(tmp_path / "cache")}
+        with (
+            EngineHost(variables, tmp_path / f"{start}.log", in_process=False) as host,
+            serving.nothing_left_of(host.tree),
+        ):
+            answer = host.generate(
+                url, load_format="s3stream", tensor_parallel_size=2, model_loader_extra_config=options
+            )
+            assert host.close() == 0, host.tree.output()
+        assert answer.tokens == from_disk.tokens
+        check_reports(reports, url, ranks=2)
+        outcomes.append([report["plan_cache"]["outcome"] for report in serving.read_reports(reports)])
+    assert outcomes == [["kept", "kept"], ["used", "used"]]
+
+
 def test_two_pipeline_stages(
     moto: str, scratch: Path, from_disk: Answer, checkpoints: Checkpoints, tmp_path: Path
 ) -> None:
