@@ -22,6 +22,7 @@ def circumstances_of_sglang() -> Circumstances:
 
 def _facts() -> Iterator[tuple[str, str]]:
     import sglang
+    from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
     from sglang.srt.runtime_context import get_parallel, get_server_args
 
     yield "engine", f"sglang {sglang.__version__}"
@@ -30,6 +31,8 @@ def _facts() -> Iterator[tuple[str, str]]:
         for what in (f"{name}_rank", f"{name}_size"):
             with contextlib.suppress(AttributeError, RuntimeError, ValueError):  # not known in this layout
                 yield what, str(getattr(parallel, what))
+    placed = get_global_expert_location_metadata()  # perhaps as a file says
+    yield "experts", "" if placed is None else str(placed.physical_to_logical_map_cpu.tolist())
     arguments = get_server_args()
     for name in type(arguments).__struct_fields__:
         if name != "port" and not name.endswith(_PASSING):

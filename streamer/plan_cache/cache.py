@@ -146,7 +146,7 @@ def _key(facts: Mapping[str, str], model: Description, tensors: Sequence[TensorI
     about = {
         "s3stream": streamer.__version__,
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": [torch.__version__, str(torch.get_default_dtype())],
         "facts": dict(facts),
         "model": model.digest(),
         "code": digest_of_code(model.code),

@@ -10,6 +10,7 @@ import enum
 import functools
 import hashlib
 import inspect
+import re
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,7 +24,7 @@ from streamer.trace.pending import storage_key, storage_of
 
 __all__ = ["Description", "Place", "describe", "digest_of_code"]
 
-_DEPTH = 4  # of containers and objects inside a module's attributes
+_DEPTH = 6  # of containers and objects inside a module's attributes
 _SMALL_BYTES = 1 << 16  # tensors up to this size are described with their values
 _LONG = 200  # characters; longer values are given by their digest
 
@@ -128,6 +129,8 @@ class _Describer:
             return repr(value) if type(value).__module__ == "builtins" else f"{type(value).__qualname__} {value!s}"
         if isinstance(value, (torch.dtype, torch.device, torch.Size, enum.Enum, range)):
             return str(value)
+        if isinstance(value, re.Pattern):
+            return f"pattern {value.pattern!r} {value.flags}"
         if isinstance(value, torch.Tensor):
             return self._tensor(value, place)
         if isinstance(value, type):
@@ -179,14 +182,13 @@ class _Describer:
         if isinstance(value, functools.partial):
             return f"partial {self._value([value.func, value.args, value.keywords], depth, place)}"
         if isinstance(value, types.MethodType):
-            return f"method {self._object(value.__func__, depth, place)} of {self._class(type(value.__self__))}"
+            return f"method {self._object(value.__func__, depth, place)} of {self._value(value.__self__, depth, place)}"
         if isinstance(value, types.FunctionType):
             return self._function(value, depth, place)
         name = self._class(type(value))
         if isinstance(value, torch.nn.Module) or not depth or self._is_opaque(type(value)):
             return name
-        members = getattr(value, "__dict__", None)
-        return name if members is None else f"{name} {self._members(members, depth - 1, place)}"
+        return f"{name} {self._members(_members_of(value), depth - 1, place)}"
 
     def _function(self, function: types.FunctionType, depth: int, place: str) -> str:
         """Describe a function by its name and what it was made with; `code` has its text."""
@@ -199,6 +201,18 @@ class _Describer:
     def _class(self, kind: type) -> str:
         self._found.code.add(kind)
         return f"{kind.__module__}.{kind.__qualname__}"
+
+
+#: Slots that hold nothing of a class's own.
+_PYTHONS_OWN = frozenset({"__dict__", "__weakref__"})
+
+
+def _members_of(value: object) -> dict[str, Any]:
+    """Return what an object holds, in its dictionary and in slots."""
+    slots = (vars(kind).get("__slots__", ()) for kind in type(value).__mro__)
+    names = [name for listed in slots for name in ((listed,) if isinstance(listed, str) else listed)]
+    members = {name: getattr(value, name) for name in names if name not in _PYTHONS_OWN and hasattr(value, name)}
+    return {**members, **getattr(value, "__dict__", {})}
 
 
 def _is_filled(cell: types.CellType) -> bool:

@@ -6,9 +6,11 @@ import gc
 import importlib
 import json
 import math
+import re
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -82,6 +84,13 @@ CHANGES: dict[str, Callable[[], tuple[Any, dict[str, torch.Tensor]]]] = {
     "table": lambda: (_with(Columns(), "places", torch.tensor([0, 1])), STATE),
     "attribute": lambda: (_with(Columns(), "scheme", "interleaved"), STATE),
     "attribute of an attribute": lambda: (_with(Columns(), "config", SimpleNamespace(heads=[4, 2])), STATE),
+    "attribute far inside": lambda: (
+        _with(Columns(), "config", {"a": [SimpleNamespace(b={"c": (1, {"d": 3})})]}),
+        STATE,
+    ),
+    "pattern": lambda: (_with(Columns(), "mapper", {re.compile("a"): 1}), STATE),
+    "slot": lambda: (_with(Columns(), "config", Slotted(3)), STATE),
+    "what a method is bound to": lambda: (_with(Columns(), "config", Slotted(4).load), STATE),
     "attribute of a parameter": lambda: (_marked(Columns()), STATE),
     "argument of a function": lambda: (_with(Columns(), "shard", _shard(1)), STATE),
     "parameters that are one": lambda: (_tied(Columns()), STATE),
@@ -91,6 +100,17 @@ CHANGES: dict[str, Callable[[], tuple[Any, dict[str, torch.Tensor]]]] = {
 def _with(model: Columns, name: str, value: object) -> Columns:
     setattr(model, name, value)
     return model
+
+
+def _nested(value: int) -> object:
+    return {"a": [SimpleNamespace(b={"c": (1, {"d": value})})]}
+
+
+@dataclass(slots=True)
+class Slotted:
+    heads: int
+
+    def load(self) -> None: ...
 
 
 def _shard(dim: int) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -107,16 +127,37 @@ def _tied(model: Columns) -> Columns:
     return model
 
 
+#: The same but for what is changed.
+NEARLY: dict[str, list[tuple[str, Any]]] = {
+    "attribute of an attribute": [("config", SimpleNamespace(heads=[4, 3]))],
+    "attribute far inside": [("config", _nested(2))],
+    "pattern": [("mapper", {re.compile("b"): 1}), ("mapper", {re.compile("a", re.I): 1})],
+    "slot": [("config", Slotted(2))],
+    "what a method is bound to": [("config", Slotted(5).load)],
+    "argument of a function": [("shard", _shard(0))],
+}
+
+
 @pytest.mark.parametrize("what", CHANGES)
 def test_anything_that_loading_code_may_go_by_is_another_plan(tmp_path: Path, what: str) -> None:
     load(tmp_path, Columns())
-    if what == "argument of a function":
-        load(tmp_path, _with(Columns(), "shard", _shard(0)))
+    for name, nearly in NEARLY.get(what, ()):
+        load(tmp_path, _with(Columns(), name, nearly))
     before = len(list((tmp_path / "plans").iterdir()))
     model, state = CHANGES[what]()
     assert load(tmp_path, model, state).plan_cache == KEPT
     assert_loaded(model, state)
     assert len(list((tmp_path / "plans").iterdir())) == before + 1
+
+
+def test_another_default_dtype_is_another_plan(tmp_path: Path) -> None:
+    load(tmp_path, Columns())
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert load(tmp_path, Columns().float()).plan_cache == KEPT
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert load(tmp_path, Columns()).plan_cache == USED
 
 
 @pytest.mark.parametrize("fact", ["engine", "config", "tp"])
