@@ -21,6 +21,7 @@ from streamer.plan_cache.files import RecipeFiles
 from streamer.plan_cache.recipe import Recipe
 from streamer.plan_cache.recorder import Recorder, Unrepeatable
 from streamer.report import PlanCacheUse
+from streamer.trace.collector import fewer_full_collections
 from streamer.trace.tracer import Tracer
 
 __all__ = ["Circumstances", "PlanUse"]
@@ -78,6 +79,7 @@ class PlanUse:
             self.recorder = Recorder(self._before)
 
     @classmethod
+    @fewer_full_collections()  # as a trace has: the headers are read in here, and a plan has as many objects
     def begin(
         cls,
         config: StreamConfig,
@@ -101,6 +103,7 @@ class PlanUse:
         tracer.copies.watcher = self.recorder
         return weights if self.recorder is None else self.recorder.watch(weights)
 
+    @fewer_full_collections()
     def finish(self, returned: object, tracer: Tracer, parts: int) -> PlanCacheUse:
         """Keep what the load was, if it can be done again without the model's code.
 
@@ -140,9 +143,7 @@ def _objection(config: StreamConfig, model: object, circumstances: Circumstances
 
 
 def _key(facts: Mapping[str, str], model: Description, tensors: Sequence[TensorInfo]) -> str:
-    headers = hashlib.sha256()
-    for info in tensors:
-        headers.update(json.dumps([info.name, info.dtype, info.shape, info.file, info.start]).encode())
+    headers = repr([(info.name, info.dtype, info.shape, info.file, info.start) for info in tensors])
     about = {
         "s3stream": streamer.__version__,
         "python": platform.python_version(),
@@ -150,6 +151,6 @@ def _key(facts: Mapping[str, str], model: Description, tensors: Sequence[TensorI
         "facts": dict(facts),
         "model": model.digest(),
         "code": digest_of_code(model.code),
-        "headers": headers.hexdigest(),
+        "headers": hashlib.sha256(headers.encode()).hexdigest(),
     }
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()

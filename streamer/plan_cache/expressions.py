@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,8 +31,7 @@ class Geometry:
         return (self.offset + last + 1) * self.dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+class Source(NamedTuple):
     """Elements of a tensor of the checkpoint, by its name, or of an expression, by its number."""
 
     of: str | int

@@ -6,7 +6,7 @@ import ast
 import json
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -20,9 +20,10 @@ Returned: TypeAlias = "set[str] | frozenset[str] | list[str] | tuple[str, ...] |
 _KINDS: Mapping[str, Callable[[Iterable[str]], Any]] = {kind.__name__: kind for kind in (set, frozenset, list, tuple)}
 
 
-@dataclass(frozen=True, slots=True)
-class CopyStep:
+class CopyStep(NamedTuple):
     """Elements of a tensor of the checkpoint are copied into the model.
+
+    A tuple, like `Source`, because there may be a hundred thousand and frozen dataclasses take three times as long.
 
     Attributes:
         position: how often the code had asked for a tensor by then.
@@ -107,14 +108,21 @@ class Recipe:
         """Return the recipe as text; what repeats is written once, since a step may be one of a hundred thousand."""
         names, geometries = _Table(), _Table()
         copies, fills = [], []
+        known: dict[int, tuple[int, int]] = {}  # by the id of a geometry, which a step keeps
+
+        def geometry(given: Geometry) -> tuple[int, int]:
+            found = known.get(id(given))
+            if found is None:
+                loose = given.dtype, given.shape, given.strides
+                found = known[id(given)] = geometries.add(loose), given.offset
+            return found
 
         def source(given: Source) -> list[int]:
             of = given.of if isinstance(given.of, int) else -1 - names.add(given.of)
-            return [of, geometries.add(_loose(given.geometry)), given.geometry.offset]
+            return [of, *geometry(given.geometry)]
 
         for number, step in enumerate(self.steps):
-            destination, at = geometries.add(_loose(step.destination)), step.destination.offset
-            place = [number, step.position, names.add(step.target), destination, at]
+            place = [number, step.position, names.add(step.target), *geometry(step.destination)]
             if isinstance(step, CopyStep):
                 copies.append([*place, *source(step.source)])
             else:
@@ -177,10 +185,6 @@ class Recipe:
                 for function, arguments, sources in document["expressions"]
             ),
         )
-
-
-def _loose(geometry: Geometry) -> tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]:
-    return geometry.dtype, geometry.shape, geometry.strides
 
 
 class _Table:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -33,7 +33,7 @@ class Unrepeatable(Exception):
     """The load did something that a recipe cannot say."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # frozen ones take three times as long to make, and there is one for each copy
 class _Copied:
     position: int
     key: int
@@ -183,7 +183,7 @@ def _is_repeatable(returned: object) -> TypeGuard[Returned]:
 def _step(entry: _Copied | _Filled, target: str, sources: _Sources) -> Step:
     if isinstance(entry, _Filled):
         return FillStep(entry.position, target, entry.geometry, entry.value)
-    destination = Geometry(entry.dtype, tuple(entry.shape), tuple(entry.strides), entry.offset)
+    destination = sources.geometry(entry.dtype, entry.shape, entry.strides, entry.offset)
     return CopyStep(entry.position, sources.add(entry.base, entry.layout), target, destination)
 
 
@@ -193,9 +193,18 @@ class _Sources:
     def __init__(self) -> None:
         self.expressions: list[Expression] = []
         self._numbers: dict[Base, int] = {}
+        self._geometries: dict[Hashable, Geometry] = {}
+
+    def geometry(self, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], offset: int) -> Geometry:
+        """Return the one geometry that all steps share for which it is the same."""
+        key = dtype, shape, strides, offset
+        known = self._geometries.get(key)
+        if known is None:
+            known = self._geometries[key] = Geometry(dtype, tuple(shape), tuple(strides), offset)
+        return known
 
     def add(self, base: Base, layout: Layout) -> Source:
-        geometry = Geometry(layout.dtype, tuple(layout.shape), tuple(layout.strides), layout.offset)
+        geometry = self.geometry(layout.dtype, layout.shape, layout.strides, layout.offset)
         if isinstance(base, FileBase):
             return Source(base.info.name, geometry)
         number = self._numbers.get(base)

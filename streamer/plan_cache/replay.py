@@ -37,7 +37,16 @@ def replay(
     Raises:
         LoadError: the recipe does not fit. Nothing was done then.
     """
-    aimed = list(_aim(recipe, model, {info.name: info for info in tensors}))
+    with fewer_full_collections(), torch.no_grad():
+        _do_again(recipe, list(_aim(recipe, model, {info.name: info for info in tensors})), tracer, weights)
+    for name in recipe.looked_at:
+        tracer.bases[name].looked_at = True
+    for attribute in recipe.attributes:
+        vars(model.get_submodule(attribute.module))[attribute.name] = attribute.new_value()
+    return recipe.returned
+
+
+def _do_again(recipe: Recipe, aimed: Sequence[tuple[Step, torch.Tensor]], tracer: Tracer, weights: Weights) -> None:
     sources = _Sources(recipe, tracer)
     done = 0
 
@@ -52,16 +61,10 @@ def replay(
                 tracer.copies.fill(destination, step.value)
 
     iterator = iter(weights)
-    with fewer_full_collections(), torch.no_grad():
-        for asked in range(recipe.asked):
-            do_until(asked)
-            next(iterator, None)
-        do_until(recipe.asked)
-    for name in recipe.looked_at:
-        tracer.bases[name].looked_at = True
-    for attribute in recipe.attributes:
-        vars(model.get_submodule(attribute.module))[attribute.name] = attribute.new_value()
-    return recipe.returned
+    for asked in range(recipe.asked):
+        do_until(asked)
+        next(iterator, None)
+    do_until(recipe.asked)
 
 
 class _Sources:
@@ -70,14 +73,14 @@ class _Sources:
     def __init__(self, recipe: Recipe, tracer: Tracer) -> None:
         self._expressions = recipe.expressions
         self._tracer = tracer
-        self._layouts: dict[Geometry, Layout] = {}
+        self._layouts: dict[int, Layout] = {}  # by the id of a geometry, which the recipe keeps
         self._computed: dict[int, Base] = {}
         self._inputs: dict[Source, LazyTensor] = {}  # what several expressions take is fetched once
 
     def lazy(self, source: Source) -> LazyTensor:
-        layout = self._layouts.get(source.geometry)
+        layout = self._layouts.get(id(source.geometry))
         if layout is None:
-            layout = self._layouts[source.geometry] = _layout(source.geometry)
+            layout = self._layouts[id(source.geometry)] = _layout(source.geometry)
         base = self._tracer.bases[source.of] if isinstance(source.of, str) else self._compute(source.of)
         return lazy_view(base, layout, _CPU)
 
@@ -107,34 +110,50 @@ def _aim(
 ) -> Iterator[tuple[Step, torch.Tensor]]:
     """Find the memory that each step writes to, and see that all its bytes are there."""
     targets = dict(named_tensors(model))
-    found: dict[str, tuple[torch.UntypedStorage, int, torch.device]] = {}
+    found: dict[str, torch.UntypedStorage] = {}
+    whole: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+    end_of = _Ends()
     for given in [source for expression in recipe.expressions for source in expression.sources]:
-        _check(given, recipe, tensors)
+        _check(given, recipe, tensors, end_of)
     for step in recipe.steps:
-        name = step.target
-        if name not in found:
+        name, place = step.target, step.destination
+        storage = found.get(name)
+        if storage is None:
             target = targets.get(name)
             if target is None:
                 raise _misfit(f"the model has no {name}")
-            storage = storage_of(target)
-            found[name] = storage, storage.nbytes(), target.device
-        storage, room, device = found[name]
-        place = step.destination
-        if place.end > room:
-            raise _misfit(f"{name} has {room} bytes, and one of its copies ends at {place.end}")
+            storage = found[name] = storage_of(target)
+        if end_of(place) > storage.nbytes():
+            raise _misfit(f"{name} has {storage.nbytes()} bytes, and one of its copies ends at {end_of(place)}")
         if isinstance(step, CopyStep):
-            _check(step.source, recipe, tensors)
-        bare = torch.empty(0, dtype=place.dtype, device=device)
-        yield step, bare.set_(storage, place.offset, place.shape, place.strides)
+            _check(step.source, recipe, tensors, end_of)
+        root = whole.get((name, place.dtype))
+        if root is None:
+            root = torch.empty(0, dtype=place.dtype, device=targets[name].device).set_(storage)
+            whole[name, place.dtype] = root
+        yield step, root.as_strided(place.shape, place.strides, place.offset)
 
 
-def _check(source: Source, recipe: Recipe, tensors: Mapping[str, TensorInfo]) -> None:
+class _Ends:
+    """Works out where a geometry ends, once for all steps that share it."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, int] = {}  # by its id, since the recipe keeps it, and hashes and sums take as long
+
+    def __call__(self, geometry: Geometry) -> int:
+        known = self._known.get(id(geometry))
+        if known is None:
+            known = self._known[id(geometry)] = geometry.end
+        return known
+
+
+def _check(source: Source, recipe: Recipe, tensors: Mapping[str, TensorInfo], end_of: _Ends) -> None:
     if isinstance(source.of, int):
         if source.of >= len(recipe.expressions):
             raise _misfit(f"there is no expression {source.of}")
         return
     info = tensors.get(source.of)
-    if info is None or source.geometry.end > info.nbytes:
+    if info is None or end_of(source.geometry) > info.nbytes:
         raise _misfit(f"it takes bytes of {source.of} that the checkpoint does not have")
 
 

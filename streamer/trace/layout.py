@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from streamer.plan.geometry import View
+from streamer.plan.geometry import View, sort_dims
 
 __all__ = ["Layout", "Windows", "alias_of", "view_of"]
 
@@ -25,7 +25,7 @@ class Layout:
     else. So the tensors of one shape share one, which remembers what torch made of it.
     """
 
-    __slots__ = ("_views", "dtype", "itemsize", "ndim", "offset", "shape", "strides")
+    __slots__ = ("_is_ordered", "_views", "dtype", "itemsize", "ndim", "offset", "shape", "strides")
 
     def __init__(self, meta: torch.Tensor) -> None:
         self.shape = meta.size()
@@ -34,6 +34,7 @@ class Layout:
         self.dtype = meta.dtype
         self.itemsize = meta.element_size()
         self.ndim = len(self.shape)
+        self._is_ordered: bool | None = None
         # By the function's id, since its hash is Python code; the entry keeps the function alive.
         self._views: dict[tuple[Any, ...], tuple[Callable[..., Any], Views]] = {}
 
@@ -50,6 +51,13 @@ class Layout:
             tuple(self.shape),
             tuple([stride * itemsize for stride in self.strides]),
         )
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether, with its dimensions by descending strides, index order is address order and no elements overlap."""
+        if self._is_ordered is None:
+            self._is_ordered = sort_dims(self.view())[0].is_ordered
+        return self._is_ordered
 
     def recall(self, func: Callable[..., Any], arguments: tuple[Any, ...]) -> Views | None:
         """Return what `func` with `arguments`, after the tensor itself, is known to make of this layout."""

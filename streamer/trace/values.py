@@ -10,7 +10,7 @@ import torch
 
 from streamer.errors import LeakedLazyTensorError, LoadError
 from streamer.fetch.fill import CopyJob
-from streamer.plan.geometry import View, sort_dims
+from streamer.plan.geometry import View
 from streamer.report import ForcedRead
 from streamer.trace.layout import alias_of
 from streamer.trace.lazy import (
@@ -161,10 +161,10 @@ def job_for(source: LazyTensor, destination: torch.Tensor) -> CopyJob | None:
     base = source.lazy_base
     if base.owned is not None or not isinstance(base, FileBase):
         return None
-    view = source.lazy_layout.view(base.info.start)
-    if not sort_dims(view)[0].is_ordered:
+    layout = source.lazy_layout
+    if not layout.is_ordered:
         return None
-    return CopyJob(destination, base.info.file, view, base.info.start, source.dtype)
+    return CopyJob(destination, base.info.file, layout.view(base.info.start), base.info.start, source.dtype)
 
 
 def _covering(source: LazyTensor) -> tuple[CopyJob, torch.Tensor]:

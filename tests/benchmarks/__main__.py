@@ -5,8 +5,8 @@ When all have run, plots are drawn beside the results, and what the README says 
 ``python -m tests.benchmarks.tables --write README.md`` puts it there. A part that fails does not keep the others from
 running, and the exit status is 1 then.
 
-The interpreter needs the extra ``bench``. The parts ``trace_cost`` and ``engine`` need another, which has vLLM and
-Run:ai's packages (see CONTRIBUTING.md); ``--vllm`` names it. Nothing else should run on the machine.
+The interpreter needs the extra ``bench``. The parts ``trace_cost``, ``plan_cache`` and ``engine`` need another, which
+has vLLM and Run:ai's packages (see CONTRIBUTING.md); ``--vllm`` names it. Nothing else should run on the machine.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Part:
     needs_vllm: bool = False
 
 
-#: All of the full runs together take about 25 minutes on 2 cores; more rounds are an option of each part.
+#: All of the full runs together take about 33 minutes on 2 cores; more rounds are an option of each part.
 _ONE = "--rounds 1 --layers 1"
 PARTS = {
     "end_to_end": Part("end_to_end", "--rounds 3 --layers 14", _ONE),
@@ -63,6 +63,7 @@ PARTS = {
     "faults": Part("faults", "--rounds 3", _ONE),
     "header_read": Part("header_read"),
     "trace_cost": Part("trace_cost", "--rounds 2", "--rounds 1 --layers 4", needs_vllm=True),
+    "plan_cache": Part("plan_cache", "--rounds 3", "--rounds 1 --layers 4", needs_vllm=True),
     "engine": Part("engine", "--rounds 3", f"{_ONE} --only 'default, from disk'", needs_vllm=True),
 }
 

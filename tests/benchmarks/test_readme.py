@@ -89,6 +89,21 @@ def test_readme_quotes_what_tracing_costs() -> None:
     assert quoted in " ".join(readme.split())
 
 
+def test_readme_quotes_what_the_plan_cache_saves() -> None:
+    readme = (ROOT / "README.md").read_text()
+    found = json.loads((RESULTS / "plan_cache.json").read_text())
+    assert [size["tensors"] for size in found["sizes"]] == [1621, 9411, 90427]
+    for size in found["sizes"]:
+        for row in ("traced and kept", "used"):
+            quoted = [str(size["tensors"]), row]
+            for field in ("cpu_seconds", "trace_cpu_seconds"):
+                to_traced = size[f"{field}_ratio_to_traced"][row]
+                spread = "{median:.2f} ({min:.2f}-{max:.2f})".format(**to_traced)
+                quoted += [f"{size[f'median_{field}'][row]:.2f}", spread]
+            assert f"| {' | '.join(quoted)} |" in readme
+    assert f"used {found['growth_exponents']['used']:.3f}; 1 is linear" in " ".join(readme.split())
+
+
 def test_readme_quotes_what_faults_cost() -> None:
     text = " ".join((ROOT / "README.md").read_text().split())
     found = json.loads((RESULTS / "faults.json").read_text())
