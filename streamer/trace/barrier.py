@@ -39,6 +39,7 @@ def tracing(tracer: Tracer) -> Iterator[None]:
         stack.enter_context(torch.no_grad())
         barrier = stack.enter_context(Barrier(tracer))
         stack.enter_context(standing_in(tracer, barrier))
+        tracer.values.barrier = barrier
         yield
 
 

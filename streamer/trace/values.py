@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamer.errors import LeakedLazyTensorError, LoadError
 from streamer.fetch.fill import CopyJob
@@ -48,6 +49,8 @@ class Values:
         self._closed = False
         self.busy = False
         """True while bytes are fetched or copied; what happens then is ours and not the model's."""
+        self.barrier: TorchDispatchMode | None = None
+        """What watches the model's code, and steps aside meanwhile."""
         self.materialised: list[ForcedRead] = []
         self.would_read: list[LazyTensor] = []
         """In a dry run, the views of file tensors that something insisted on."""
@@ -74,7 +77,7 @@ class Values:
         """Mark what happens inside as our own doing."""
         was_busy, self.busy = self.busy, True
         try:
-            with torch.no_grad():
+            with torch.no_grad(), _aside(self.barrier):
                 yield
         finally:
             self.busy = was_busy
@@ -126,6 +129,20 @@ class Values:
             result = base.func(*map_lazies(base.args, value), **map_lazies(base.kwargs, value))
             roots[id(base)] = _conform(result, base)
         return alias_of(roots[id(base)], lazy.lazy_layout)
+
+
+@contextmanager
+def _aside(barrier: TorchDispatchMode | None) -> Iterator[None]:
+    """Take `barrier` off torch's stack, if nothing else is on it: each of the many copies of a fill would call it."""
+    alone = torch._C._len_torch_dispatch_stack() == 1 and torch._C._get_dispatch_stack_at(0) is barrier
+    if barrier is None or not alone:
+        yield
+        return
+    try:
+        torch._C._pop_torch_dispatch_stack(None)
+        yield
+    finally:
+        torch._C._push_on_torch_dispatch_stack(barrier)
 
 
 def leaves_of(lazies: Sequence[LazyTensor]) -> list[LazyTensor]:
