@@ -145,6 +145,8 @@ class _Describer:
 
     def _tensor(self, tensor: torch.Tensor, place: str) -> str:
         """Describe a tensor that is not the model's to load, and so is part of what the code goes by."""
+        if tensor.layout is not torch.strided:
+            return f"{self._class(type(tensor))} {tensor.dtype} {tuple(tensor.size())} {tensor.layout}"
         geometry = self._geometry(tensor)
         written = 0 if tensor.is_inference() else tensor._version
         self._found.tensors[place] = tensor, storage_key(tensor), written

@@ -88,6 +88,7 @@ CHANGES: dict[str, Callable[[], tuple[Any, dict[str, torch.Tensor]]]] = {
         _with(Columns(), "config", {"a": [SimpleNamespace(b={"c": (1, {"d": 3})})]}),
         STATE,
     ),
+    "sparse tensor": lambda: (_with(Columns(), "mask", torch.eye(3).to_sparse()), STATE),
     "pattern": lambda: (_with(Columns(), "mapper", {re.compile("a"): 1}), STATE),
     "slot": lambda: (_with(Columns(), "config", Slotted(3)), STATE),
     "what a method is bound to": lambda: (_with(Columns(), "config", Slotted(4).load), STATE),
@@ -131,6 +132,7 @@ def _tied(model: Columns) -> Columns:
 NEARLY: dict[str, list[tuple[str, Any]]] = {
     "attribute of an attribute": [("config", SimpleNamespace(heads=[4, 3]))],
     "attribute far inside": [("config", _nested(2))],
+    "sparse tensor": [("mask", torch.eye(4).to_sparse())],
     "pattern": [("mapper", {re.compile("b"): 1}), ("mapper", {re.compile("a", re.I): 1})],
     "slot": [("config", Slotted(2))],
     "what a method is bound to": [("config", Slotted(5).load)],

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import streamer
 from streamer.checkpoint.checkpoint import TensorInfo
+from streamer.fetch.fill import copy_arrival
 from streamer.trace.barrier import tracing
 from streamer.trace.storages import ModelStorages
 from streamer.trace.tracer import Tracer
@@ -223,6 +224,30 @@ def test_another_thread_is_not_watched() -> None:
         assert not filled
         model.w.data_ptr()
         assert len(filled) == 1
+
+
+def test_the_barrier_hears_nothing_of_what_is_placed_and_all_that_comes_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Placing staged bytes takes several operations for each, which once cost a quarter of a load of small tensors."""
+    depths: list[int] = []
+
+    def placing(*arguments: Any) -> float:
+        depths.append(torch._C._len_torch_dispatch_stack())
+        return copy_arrival(*arguments)
+
+    monkeypatch.setattr("streamer.fetch.engine.copy_arrival", placing)
+
+    def loader(model: Any, weights: Any) -> list[float]:
+        seen = []
+        for name, tensor in weights:
+            if name == "a":
+                model.w.data.copy_(tensor)
+                seen.append(float(model.w.sum()))  # fetches
+                model.w.data.copy_(tensor)
+                model.w.mul_(2)  # was pending again
+        return seen
+
+    load_all_ways(loader, {"w": (8, 6)}, STATE, dtype=torch.float64)
+    assert set(depths) == {0}
 
 
 def test_copies_count_as_writes_to_autograd() -> None:
