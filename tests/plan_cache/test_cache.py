@@ -296,6 +296,7 @@ def _grows(model: Any) -> None:
 
 REFUSALS: dict[str, tuple[Callable[[Any], object], str]] = {
     "a parameter's values": (lambda model: bool(model.norm.sum() > 0) and None, "looks at values of the model by"),
+    "values that are no table": (lambda model: [float(model.table[0])][1:], "looks at values of the model by"),
     "a parameter's values past torch": (lambda model: model.norm.data.numpy().tolist() and None, "by numpy"),
     "a parameter's address": (lambda model: [model.norm.data_ptr()][1:], "by data_ptr"),
     "values of its own": (

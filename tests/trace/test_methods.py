@@ -244,9 +244,11 @@ def test_the_barrier_hears_nothing_of_what_is_placed_and_all_that_comes_after(mo
                 seen.append(float(model.w.sum()))  # fetches
                 model.w.data.copy_(tensor)
                 model.w.mul_(2)  # was pending again
+            elif name == "b":
+                model.x.data.copy_(tensor)  # fetched at the end
         return seen
 
-    load_all_ways(loader, {"w": (8, 6)}, STATE, dtype=torch.float64)
+    load_all_ways(loader, {"w": (8, 6), "x": (8, 6)}, {**STATE, "b": STATE["a"] + 1}, dtype=torch.float64)
     assert set(depths) == {0}
 
 
