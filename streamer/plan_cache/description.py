@@ -79,8 +79,9 @@ def describe(model: torch.nn.Module, is_opaque: IsOpaque) -> Description:
     return _Describer(is_opaque).run(model)
 
 
-#: What every module has, for torch's own purposes.
+#: What every module has, for torch's own purposes. Hooks are empty in most.
 _TORCHS_OWN = frozenset(vars(torch.nn.Module()))
+_REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
 
 
 class _Describer:
@@ -99,7 +100,7 @@ class _Describer:
             for key, child in module._modules.items():
                 self._say((name, key), type(child).__qualname__)
             for key, value in vars(module).items():
-                if key not in _TORCHS_OWN or key == "training":
+                if key not in _TORCHS_OWN or (value and key not in _REGISTRIES) or key == "training":
                     self._found.attributes[name, key] = value
                     self._say((name, key), self._value(value, _DEPTH, f"{name}.{key}"))
         return self._found
@@ -120,7 +121,8 @@ class _Describer:
         number = self._storages.setdefault(storage_key(tensor), len(self._storages))
         return (
             f"{self._class(type(tensor))} {tensor.dtype} {tuple(tensor.size())} {tensor.stride()} "
-            f"{tensor.storage_offset()} {tensor.device} of storage {number} with {storage.nbytes()}"
+            f"{tensor.storage_offset()} {tensor.device} {tensor.requires_grad} "
+            f"of storage {number} with {storage.nbytes()}"
         )
 
     def _value(self, value: Any, depth: int, place: str) -> str:

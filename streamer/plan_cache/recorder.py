@@ -153,6 +153,8 @@ class Recorder:
         names: dict[int, str] = {}
         for name, tensor in named_tensors(model):
             names.setdefault(storage_key(tensor), name)
+        if not written <= names.keys():
+            raise Unrepeatable("its code writes to tensors that are no parameters or buffers when it ends")
         sources = _Sources()
         return Recipe(
             steps=tuple(_step(entry, names[entry.key], sources) for entry in self._log),

@@ -319,6 +319,16 @@ REFUSALS: dict[str, tuple[Callable[[Any], object], str]] = {
     "an object as attribute": (lambda model: setattr(model, "more", object()), "changes .more of the model"),
     "a tensor as attribute": (lambda model: setattr(model, "more", torch.zeros(1)), "changes .more of the model"),
     "a tensor in an attribute": (lambda model: model.table.add_(1) is None, "writes to the model by aten::add_"),
+    "a gradient": (lambda model: [model.norm.requires_grad_()][1:], "changes .norm of the model"),
+    "a hook": (
+        lambda model: [model.register_forward_hook(lambda *_: None)][1:],
+        "changes ._forward_hooks of the model",
+    ),
+    "an attribute less": (lambda model: delattr(model, "config"), "changes .config of the model"),
+    "an attribute's tensor that it fills": (
+        lambda model: [model.table.fill_(1)][1:],
+        "changes a tensor otherwise: .table",
+    ),
     "no names": (lambda model: {"norm": 1}, "returned something else than names: dict"),
     "odd names": (lambda model: OddSet(["norm"]), "returned something else than names: OddSet"),
     "numbers for names": (lambda model: [1], "returned something else than names: list"),
