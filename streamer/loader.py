@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,13 +23,12 @@ from streamer.session import LoadSession, OpenedPart
 from streamer.share.group import Group, ProcessGroup
 from streamer.sources import Source, open_source, split_file
 from streamer.spans import span
+from streamer.trace.tracer import Weights
 
 __all__ = ["Weights", "iterate", "load"]
 
 logger = logging.getLogger("streamer")
 
-#: What engines' ``load_weights`` take.
-Weights = Iterable[tuple[str, torch.Tensor]]
 Options = StreamConfig | Mapping[str, Any] | None
 
 

@@ -31,13 +31,12 @@ from streamer.sources.base import ObjectInfo, Source
 from streamer.trace.barrier import tracing
 from streamer.trace.leaks import give_values, refuse_leaks
 from streamer.trace.storages import ModelStorages
-from streamer.trace.tracer import Tracer
+from streamer.trace.tracer import Tracer, Weights
 from streamer.verify import verify_copies
 
 __all__ = ["LoadSession", "OpenedPart"]
 
 Result = TypeVar("Result")
-Weights = Iterable[tuple[str, torch.Tensor]]
 
 
 class LoadSession:

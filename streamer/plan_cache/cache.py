@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import json
 import platform
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -22,11 +22,9 @@ from streamer.plan_cache.recipe import Recipe
 from streamer.plan_cache.recorder import Recorder, Unrepeatable
 from streamer.report import PlanCacheUse
 from streamer.trace.collector import fewer_full_collections
-from streamer.trace.tracer import Tracer
+from streamer.trace.tracer import Tracer, Weights
 
 __all__ = ["Circumstances", "PlanUse"]
-
-Weights = Iterable[tuple[str, torch.Tensor]]
 
 
 def _nothing_is_opaque(kind: type) -> bool:
@@ -72,7 +70,12 @@ class PlanUse:
             return
         self._is_opaque = circumstances.is_opaque
         self._before = describe(model, self._is_opaque)
-        self._key = _key(circumstances.facts, self._before, tensors)
+        try:
+            code = digest_of_code(self._before.code)
+        except LookupError as error:
+            self._why = str(error)
+            return
+        self._key = _key(circumstances.facts, self._before, code, tensors)
         self._files = RecipeFiles(cache_folder(config, "plans"))
         self.recipe = self._files.read(self._key)
         if self.recipe is None:
@@ -142,7 +145,7 @@ def _objection(config: StreamConfig, model: object, circumstances: Circumstances
     return ""
 
 
-def _key(facts: Mapping[str, str], model: Description, tensors: Sequence[TensorInfo]) -> str:
+def _key(facts: Mapping[str, str], model: Description, code: str, tensors: Sequence[TensorInfo]) -> str:
     headers = repr([(info.name, info.dtype, info.shape, info.file, info.start) for info in tensors])
     about = {
         "s3stream": streamer.__version__,
@@ -150,7 +153,7 @@ def _key(facts: Mapping[str, str], model: Description, tensors: Sequence[TensorI
         "torch": [torch.__version__, str(torch.get_default_dtype())],
         "facts": dict(facts),
         "model": model.digest(),
-        "code": digest_of_code(model.code),
+        "code": code,
         "headers": hashlib.sha256(headers.encode()).hexdigest(),
     }
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()

@@ -228,26 +228,47 @@ def _is_filled(cell: types.CellType) -> bool:
 
 
 def digest_of_code(parts: Iterable[type | types.CodeType]) -> str:
-    """Return a digest of the files that define `parts`, base classes included, but for torch's and Python's own."""
-    files = sorted({file for part in parts for file in _files_of(part)})
-    digest = hashlib.sha256()
-    for file in files:
-        try:
-            body = Path(file).read_bytes()
-        except OSError:
-            continue  # code without a file, such as what a notebook defines: its bytecode was digested
-        digest.update(hashlib.sha256(body).digest())
-    for part in sorted((part for part in parts if isinstance(part, types.CodeType)), key=lambda code: code.co_qualname):
-        digest.update(part.co_code)
-    return digest.hexdigest()
+    """Return a digest of `parts`: of the files that define them, base classes included, and of functions' own code.
+
+    Torch's and Python's own are known by their versions.
+
+    Raises:
+        LookupError: a class is in no file, such as one of a notebook, whose methods may change without a trace.
+    """
+    files = {file for part in parts for file in _files_of(part)}
+    functions = [repr(_content(part)) for part in parts if isinstance(part, types.CodeType)]
+    said = [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in sorted(files)] + sorted(functions)
+    return hashlib.sha256("\n".join(said).encode()).hexdigest()
 
 
 def _files_of(part: type | types.CodeType) -> Iterator[str]:
     if isinstance(part, types.CodeType):
-        yield part.co_filename
+        if Path(part.co_filename).is_file():  # not so for what was generated, which is digested itself
+            yield part.co_filename
         return
     for kind in inspect.getmro(part):
-        module = sys.modules.get(kind.__module__)
-        file = getattr(module, "__file__", None)
-        if file is not None and kind.__module__.partition(".")[0] not in ("torch", "builtins"):
+        name = kind.__module__
+        if name.partition(".")[0] == "torch":
+            continue
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if file is not None and Path(file).is_file():
             yield file
+        elif any(map(_is_pythons, vars(kind).values())):
+            raise LookupError(f"class {kind.__qualname__} of {name} is in no file")
+
+
+def _is_pythons(member: object) -> bool:
+    """Whether a member of a class runs Python code; extension modules give their classes any name for a module."""
+    inner = (member, getattr(member, "__func__", None), getattr(member, "fget", None))
+    return any(isinstance(function, types.FunctionType) for function in inner)
+
+
+def _content(code: types.CodeType) -> list[object]:
+    """Return all that a function does, functions inside it included."""
+    constants = [_content(value) if isinstance(value, types.CodeType) else _constant(value) for value in code.co_consts]
+    return [code.co_qualname, code.co_code.hex(), code.co_names, constants]
+
+
+def _constant(value: object) -> str:
+    # Sets are in another order in another process.
+    return repr(sorted(map(repr, value))) if isinstance(value, frozenset) else repr(value)

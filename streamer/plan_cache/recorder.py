@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -16,6 +16,7 @@ from streamer.trace.lazy import Base, DeferredBase, FileBase, LazyTensor, descri
 from streamer.trace.ops import written_arguments
 from streamer.trace.pending import storage_key
 from streamer.trace.storages import named_tensors
+from streamer.trace.tracer import Weights
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from streamer.trace.layout import Layout
 
 __all__ = ["Recorder", "Unrepeatable"]
-
-Weights = Iterable[tuple[str, torch.Tensor]]
 
 _FILLS = frozenset({"aten::zero_", "aten::fill_"})
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -15,11 +15,9 @@ from streamer.trace.layout import Layout
 from streamer.trace.lazy import Base, LazyTensor, lazy_view
 from streamer.trace.pending import storage_of
 from streamer.trace.storages import named_tensors
-from streamer.trace.tracer import Tracer
+from streamer.trace.tracer import Tracer, Weights
 
 __all__ = ["replay"]
-
-Weights = Iterable[tuple[str, torch.Tensor]]
 
 _CPU = torch.device("cpu")
 

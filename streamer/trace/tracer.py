@@ -19,7 +19,8 @@ the difference. The rules that make it so:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -48,7 +49,10 @@ from streamer.trace.values import Fill, Values
 if TYPE_CHECKING:
     from torch._ops import OpOverload
 
-__all__ = ["Tracer"]
+__all__ = ["Tracer", "Weights"]
+
+#: What engines' ``load_weights`` take.
+Weights: TypeAlias = Iterable[tuple[str, torch.Tensor]]
 
 _CPU = torch.device("cpu")
 

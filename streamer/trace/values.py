@@ -59,6 +59,7 @@ class Values:
         """End the load: from now on, a leaked lazy tensor raises instead of reading."""
         self._closed = True
         self.fill = _refuse
+        self.barrier = None
 
     def materialise(self, lazies: Sequence[LazyTensor], why: str) -> Callable[[LazyTensor], torch.Tensor]:
         """Compute `lazies` now; return a function from each to its value. `why` goes into the report."""

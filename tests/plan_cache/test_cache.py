@@ -6,8 +6,11 @@ import gc
 import importlib
 import json
 import math
+import os
 import re
+import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -211,6 +214,53 @@ def test_code_that_changed_is_another_plan(tmp_path: Path, monkeypatch: pytest.M
         (tmp_path / name).write_text(text + "# changed\n")
         assert use() == KEPT, name
         assert use() == USED, name
+
+
+def test_functions_without_a_file_are_told_apart_by_what_they_do(tmp_path: Path) -> None:
+    """Such as those of a notebook: also by their constants, and by functions inside them."""
+
+    def use(text: str) -> PlanCacheUse | None:
+        return load(tmp_path, _with(Columns(), "shard", eval(text))).plan_cache
+
+    texts = ["lambda t: t[0:4]", "lambda t: t[0:5]", "lambda t: t.t()", "lambda t: (lambda u: u[1:])(t)"]
+    texts += ["lambda t: (lambda u: u[2:])(t)", "lambda t: t in {1, 2}", "lambda t: t in {1, 3}"]
+    assert [use(text) for text in texts] == [KEPT] * len(texts)
+    assert [use(text) for text in texts] == [USED] * len(texts)
+
+
+def test_a_class_without_a_file_has_no_plan(tmp_path: Path) -> None:
+    """Its methods may be others in the next cell."""
+    for method in ("", "@classmethod", "@staticmethod", "@property"):
+        made: dict[str, Any] = {"Columns": Columns, "__name__": "__notebook__"}
+        exec(f"class Typed(Columns):\n    {method}\n    def method(*_): ...\n", made)
+        use = load(tmp_path, made["Typed"]()).plan_cache
+        assert use == PlanCacheUse("not used", "class Typed of __notebook__ is in no file")
+    assert not (tmp_path / "plans").exists()
+
+
+def test_classes_of_extensions_may_be_in_no_file(tmp_path: Path) -> None:
+    made = [_with(Columns(), "lock", threading.Lock()) for _ in range(2)]
+    assert [load(tmp_path, model).plan_cache for model in made] == [KEPT, USED]
+
+
+def test_another_process_finds_the_same_digest() -> None:
+    """Whatever order its sets are in."""
+    program = (
+        "from streamer.plan_cache.description import digest_of_code\n"
+        'made = {eval(f\'lambda t: t in {{{n}, "a", "b", "c"}}\').__code__ for n in range(20)}\n'
+        "print(digest_of_code(made))"
+    )
+    said = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in "123"
+    }
+    assert len(said) == 1
 
 
 # -- what a plan says beside copies ------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ def run(rank: int, size: int, rendezvous: str, task: Task, outcome: Connection) 
     """
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    dist.barrier()  # a rank that ends while others still connect to it would end them too
     members: Sequence[int] = task.get("members", range(size))
     group = dist.new_group(list(members))
     if rank not in members:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from streamer.plan_cache.description import describe
 from streamer.report import PlanCacheUse
 from tests.tensors import differences, tensors_of
 from tests.vllm.cases import CASES, Case
@@ -75,8 +74,6 @@ def test_another_engine_layout_or_checkpoint_is_traced(
 ) -> None:
     import vllm
 
-    from vllm_s3stream.circumstances import circumstances_of_vllm
-
     case, folder = checkpoint("llama")
     options = {"plan_cache": True, "cache_dir": str(tmp_path)}
     for expected in (KEPT, USED):
@@ -96,15 +93,9 @@ def test_another_engine_layout_or_checkpoint_is_traced(
         other, elsewhere = checkpoint("llama_sharded")
         built = build(elsewhere, other, tensor=2, rank=1)
     assert load_ours(built, **options).plan_cache == KEPT
-    with loading(built):
-        circumstances = circumstances_of_vllm()
-    assert circumstances is not None
-    # What differs between starts that are the same otherwise is no part of it.
-    once, twice = (describe(built.model, circumstances.is_opaque).texts for _ in range(2))
-    assert once == twice
 
 
-def test_sharded_state_has_no_plan(checkpoint: Get, tmp_path: Path) -> None:
+def test_sharded_state_has_no_plan(tmp_path: Path) -> None:
     """Its tensors go to their places by name, without code of the model's."""
     from vllm.config.load import LoadConfig
 
@@ -115,7 +106,7 @@ def test_sharded_state_has_no_plan(checkpoint: Get, tmp_path: Path) -> None:
     assert loader._circumstances() is None
 
 
-def test_versions_have_plans_of_their_own(checkpoint: Get, tmp_path: Path) -> None:
+def test_a_plan_is_named_by_version_and_rank(checkpoint: Get) -> None:
     from vllm_s3stream.circumstances import circumstances_of_vllm
 
     case, folder = checkpoint("llama")
