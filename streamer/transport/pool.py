@@ -6,7 +6,9 @@ import asyncio
 import base64
 import socket
 import ssl
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar, cast
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from aiohappyeyeballs import AddrInfoType, start_connection
@@ -18,6 +20,8 @@ from streamer.transport.head import HeadParser, MalformedResponse
 from streamer.transport.tls_errors import explain_tls_failure
 
 __all__ = ["ConnectFailed", "ConnectionPool", "Origin", "Proxy", "parse_origin", "proxy_for"]
+
+P = TypeVar("P", bound=asyncio.BaseProtocol)
 
 _HAPPY_EYEBALLS_DELAY_SECONDS = 0.25  # RFC 8305, section 8
 
@@ -201,9 +205,27 @@ class ConnectionPool:
         loop = asyncio.get_running_loop()
         connection = HttpConnection(loop)
         context = self._ssl_context if origin.scheme == "https" else None
-        if origin.proxy is not None and context is not None:
-            await _open_tunnel(loop, origin, connection, context)
+        if context is None:
+            await self._open_transport(loop, origin, lambda: connection)
             return connection
+        # Not create_connection(ssl=...): cancelled before its handshake begins, that leaves its socket to nobody.
+        transport, tunnel = await self._open_transport(loop, origin, lambda: _Tunnel(loop))
+        try:
+            if origin.proxy is not None:
+                await tunnel.request(origin, origin.proxy)
+            if transport.is_closing() or not (
+                secured := await loop.start_tls(transport, connection, context, server_hostname=origin.host)
+            ):
+                raise ConnectionError("the connection was closed before it was encrypted")
+        except BaseException:
+            transport.abort()
+            raise
+        connection.connection_made(secured)
+        return connection
+
+    async def _open_transport(
+        self, loop: asyncio.AbstractEventLoop, origin: Origin, protocol: Callable[[], P]
+    ) -> tuple[asyncio.Transport, P]:
         host, port = (origin.proxy.host, origin.proxy.port) if origin.proxy else (origin.host, origin.port)
         sock = await start_connection(
             await self._addresses(loop, host, port),
@@ -211,14 +233,7 @@ class ConnectionPool:
             interleave=1,
             loop=loop,
         )
-        try:
-            await loop.create_connection(
-                lambda: connection, sock=sock, ssl=context, server_hostname=origin.host if context else None
-            )
-        except BaseException:
-            sock.close()
-            raise
-        return connection
+        return await loop.create_connection(protocol, sock=sock)  # closes it when it fails
 
     async def _addresses(self, loop: asyncio.AbstractEventLoop, host: str, port: int) -> list[AddrInfoType]:
         """Return where `host` can be reached, beginning with another address each time.
@@ -236,47 +251,48 @@ class ConnectionPool:
 
 
 class _Tunnel(asyncio.Protocol):
-    """Waits for a proxy's answer to CONNECT (RFC 9110, section 9.3.6)."""
+    """What speaks before encryption: asks a proxy for a way to the origin (RFC 9110, section 9.3.6)."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.opened: asyncio.Future[int] = loop.create_future()
+        self._loop = loop
+        self._transport: asyncio.Transport | None = None
         self._parser = HeadParser()
+        self._opened: asyncio.Future[int] | None = None
 
-    def data_received(self, data: bytes) -> None:
-        if self.opened.done():
-            return
-        try:
-            parsed = self._parser.feed(data)
-        except MalformedResponse as error:
-            self.opened.set_exception(error)
-            return
-        if parsed is not None:
-            self.opened.set_result(parsed[0].status)
+    async def request(self, origin: Origin, proxy: Proxy) -> None:
+        """Ask for a tunnel and wait for the answer.
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        if not self.opened.done():
-            self.opened.set_exception(exc or ConnectionError("the proxy closed the connection"))
-
-
-async def _open_tunnel(
-    loop: asyncio.AbstractEventLoop, origin: Origin, connection: HttpConnection, context: ssl.SSLContext
-) -> None:
-    assert origin.proxy is not None
-    proxy = origin.proxy
-    transport, tunnel = await loop.create_connection(lambda: _Tunnel(loop), proxy.host, proxy.port)
-    try:
+        Raises:
+            ConnectionError: the proxy refused, or closed the connection.
+            MalformedResponse: not HTTP/1.1.
+        """
+        if self._transport is None:
+            raise ConnectionError("the proxy closed the connection")
+        self._opened = self._loop.create_future()
         host = f"[{origin.host}]" if ":" in origin.host else origin.host
         lines = [f"CONNECT {host}:{origin.port} HTTP/1.1", f"Host: {host}:{origin.port}"]
         if proxy.authorization:
             lines.append(f"Proxy-Authorization: {proxy.authorization}")
-        transport.write(("\r\n".join(lines) + "\r\n\r\n").encode("ascii"))
-        status = await tunnel.opened
+        self._transport.write(("\r\n".join(lines) + "\r\n\r\n").encode("ascii"))
+        status = await self._opened
         if status != 200:
             raise ConnectionError(f"the proxy refused with status {status}")
-        upgraded = await loop.start_tls(transport, connection, context, server_hostname=origin.host)
-        if upgraded is None:
-            raise ConnectionError("the proxy closed the connection")
-        connection.connection_made(upgraded)
-    except BaseException:
-        transport.abort()
-        raise
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+
+    def data_received(self, data: bytes) -> None:
+        if self._opened is None or self._opened.done():
+            return
+        try:
+            parsed = self._parser.feed(data)
+        except MalformedResponse as error:
+            self._opened.set_exception(error)
+            return
+        if parsed is not None:
+            self._opened.set_result(parsed[0].status)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        if self._opened is not None and not self._opened.done():
+            self._opened.set_exception(exc or ConnectionError("the proxy closed the connection"))
