@@ -26,13 +26,9 @@ def build_llama(config: LlamaConfig, parallel: Parallel, *, load_device: str | N
     dtype = getattr(torch, config.dtype.removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ConfigError(f"config.json gives the dtype as {config.dtype!r}")
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device("meta"):
-            model = LlamaForCausalLM(config, parallel)
-    finally:
-        torch.set_default_dtype(before)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config, parallel)
+    model.to(dtype)  # without memory, that is free; a default dtype would be that of all threads
     model.load_device = torch.device(load_device) if load_device else None
     return model
 

@@ -24,7 +24,7 @@ __all__ = [
 
 
 def _parameter(*shape: int) -> nn.Parameter:
-    # On whichever device and in whichever dtype the builder has made the default.
+    # On whichever device the builder has made the default; it says the dtype afterwards.
     return nn.Parameter(torch.empty(shape), requires_grad=False)
 
 

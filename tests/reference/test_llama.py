@@ -16,6 +16,7 @@ from streamer.engines import ParallelLayout, find_engine
 from streamer.errors import ConfigError, LoadError, UnsupportedCheckpointError
 from streamer.reference.config import LlamaConfig
 from streamer.reference.engine import build_llama
+from streamer.reference.llama import LlamaForCausalLM
 from streamer.reference.parallel import Parallel
 from streamer.sources.memory import MemorySource
 from tests.reference.ranks import run_on_ranks
@@ -194,3 +195,20 @@ def test_engine_is_found_by_its_entry_point(tmp_path: Path) -> None:
         find_engine("none")
     with pytest.raises(ConfigError, match="tensor-parallel only"):
         find_engine("reference").build(tmp_path, ParallelLayout(tensor=1, pipeline=2), 0)
+
+
+def test_other_threads_see_nothing_of_a_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch has one default dtype for all of them; two builds at once have left it changed."""
+    seen: list[torch.dtype] = []
+
+    class Watched(LlamaForCausalLM):
+        def __init__(self, config: LlamaConfig, parallel: Parallel) -> None:
+            super().__init__(config, parallel)
+            seen.append(torch.get_default_dtype())
+
+    monkeypatch.setattr("streamer.reference.engine.LlamaForCausalLM", Watched)
+    document = {**SIZES, "model_type": "llama", "dtype": "bfloat16", "tie_word_embeddings": True}
+    model = build_llama(LlamaConfig.from_dict(document), Parallel())
+    assert seen == [torch.float32]
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert model.lm_head.weight is model.model.embed_tokens.weight
