@@ -51,8 +51,10 @@ _dispatch_mode_at = torch._C._get_dispatch_stack_at
 _function_modes = torch._C._len_torch_function_stack
 _is_grad_enabled = torch.is_grad_enabled
 _increment_version = torch._C._increment_version
-# The barrier may be taken off torch's stack of modes and put back, as torch does while it calls a mode. The former is
-# to be done first in a `try`, where an interrupt by a signal comes after it and so is followed by `_push`.
+# Where nothing but plain tensors takes part, for as long as one exists no mode hears of operations.
+_Deafness = torch._C._DisableTorchDispatch
+# Elsewhere the barrier is taken off torch's stack of modes and put back, as torch does while it calls a mode. The
+# former is to be done first in a `try`, where an interrupt by a signal comes after it and so is followed by `_push`.
 _pop = torch._C._pop_torch_dispatch_stack
 _push = torch._C._push_on_torch_dispatch_stack
 
@@ -163,11 +165,11 @@ def _data(attribute: Any, here: _Here) -> property:
         if type(self) in _PLAIN and _dispatch_modes() == 1:
             barrier = here.barrier
             if _dispatch_mode_at(0) is barrier and not _function_modes():
+                deafness = _Deafness()
                 try:
-                    _pop(None)
                     return get(self)
-                finally:
-                    _push(barrier)
+                finally:  # or an error's traceback would keep it
+                    del deafness
         return get(self)
 
     def assign(self: torch.Tensor, value: torch.Tensor) -> None:
@@ -187,11 +189,11 @@ def _narrow(method: Callable[..., Any], here: _Here) -> Callable[..., Any]:
         if type(self) in _PLAIN and len(args) == 3 and type(args[1]) is int and _dispatch_modes() == 1:
             barrier = here.barrier
             if _dispatch_mode_at(0) is barrier and not _function_modes():
+                deafness = _Deafness()
                 try:
-                    _pop(None)
                     return method(self, *args, **kwargs)
                 finally:
-                    _push(barrier)
+                    del deafness
         return method(self, *args, **kwargs)
 
     return narrow

@@ -59,6 +59,7 @@ class _Storage:
     order: list[tuple[int, int]] = field(default_factory=list)  # (first byte, number)
     by_number: dict[int, Pending] = field(default_factory=dict)
     longest: int = 0
+    reach: int = 0  # none ends later
 
 
 class PendingCopies:
@@ -85,8 +86,13 @@ class PendingCopies:
         if storage is None:
             storage = self._storages[key] = _Storage()
         offset = window.offset
-        insort(storage.order, (offset, number))
+        if offset >= storage.reach:
+            storage.order.append((offset, number))
+        else:
+            insort(storage.order, (offset, number))
         storage.by_number[number] = Pending(destination, source, key, window, end, number, serial)
+        if end > storage.reach:
+            storage.reach = end
         if end - offset > storage.longest:
             storage.longest = end - offset
 
@@ -94,7 +100,7 @@ class PendingCopies:
         """Return the copies that write bytes of `window`, which ends at `end`, in storage `key`, as recorded."""
         storage = self._storages.get(key)
         offset = window.offset
-        if storage is None or offset == end:
+        if storage is None or offset >= storage.reach or offset == end:
             return []
         order = storage.order
         position = bisect_left(order, (offset - storage.longest + 1, -1))  # those before end before it

@@ -182,11 +182,18 @@ def test_where_the_barrier_is_off_nothing_puts_it_back(stack: str) -> None:
 
 @pytest.mark.parametrize("error", [IndexError, RuntimeError])
 def test_the_barrier_stays_after_errors(error: type[Exception]) -> None:
+    filled: list[object] = []
     model: Any = Model(lambda *_: None, {"w": (8, 6)})
-    with tracing(tracer_for(model)):
-        with pytest.raises(error):
+    tracer = Tracer(ModelStorages(model), filled.append)
+    with tracing(tracer):
+        model.w.copy_(tracer.lazy(TensorInfo("a", "F32", (8, 6), 0, 0, 192)))
+        with pytest.raises(error) as kept:  # with all frames of the traceback, as who handles an error has them
             model.w.narrow(*((7, 0, 1) if error is IndexError else (0, 7, 5)))
         assert torch._C._len_torch_dispatch_stack() == 1
+        assert not filled
+        model.w.sum()
+        assert len(filled) == 1
+        del kept
 
 
 def test_threads_of_the_model_code_copy_and_read() -> None:
