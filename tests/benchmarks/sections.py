@@ -150,7 +150,8 @@ def trace_cost(results: Results) -> str:
     text = paragraph(
         "What tracing adds to vLLM's own `load_weights` for DeepSeek-V3 at TP=8, rank 3, by number of tensors, on",
         "parameters without memory: as `plan` runs it, and as a load does, whose plain code is faster",
-        f"{_raw('trace_cost', 'trace_cost')[:-1]} beside vLLM).",
+        f"{_raw('trace_cost', 'trace_cost')[:-1]} beside vLLM). `idle adds` is what a mode of torch's dispatcher adds",
+        "that hears of every operation and does nothing, which was not run at every size.",
         _growth({name: found["growth_exponents"].get(name) for name in ("plan: traced", "load: traced")}),
     )
     rows = []
@@ -158,10 +159,13 @@ def trace_cost(results: Results) -> str:
         each, more = size["median_microseconds_per_tensor"], size["added_to_plain"]
         columns: list[object] = [size["tensors"], size["files"]]
         for setting in ("plan", "load"):
+            idle = more.get(f"{setting}: plain in an idle dispatch mode")
             columns += [each[f"{setting}: plain"], f"{more[f'{setting}: traced']['median']:.2f}"]
+            columns.append(f"{idle['median']:.2f}" if idle else "")
         rows.append([*columns, f"{size['headers_trace_and_plan_cpu_seconds']['median']:.2f}"])
     titles = (
-        "tensors | files | plan, us each | traced adds | load, us each | traced adds | headers, trace and plan, CPU s"
+        "tensors | files | plan, us each | traced adds | idle adds | load, us each | traced adds | idle adds | "
+        "headers, trace and plan, CPU s"
     )
     return f"{text}\n{table(titles, rows)}"
 

@@ -82,6 +82,8 @@ def test_readme_quotes_what_tracing_costs() -> None:
         columns = [size["tensors"], size["files"]]
         for setting in ("plan", "load"):
             columns += [each[f"{setting}: plain"], f"{more[f'{setting}: traced']['median']:.2f}"]
+            idle = more.get(f"{setting}: plain in an idle dispatch mode")
+            columns.append(f"{idle['median']:.2f}" if idle else "")
         columns.append(f"{size['headers_trace_and_plan_cpu_seconds']['median']:.2f}")
         assert f"| {' | '.join(map(str, columns))} |" in readme
     exponents = found["growth_exponents"]
