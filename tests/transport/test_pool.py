@@ -66,16 +66,17 @@ def listener(certificates: Certificates) -> Iterator[int]:
     """The port of a server that completes handshakes, and nothing else."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificates.server)
-    connections: list[ssl.SSLSocket] = []
+    connections: list[socket.socket] = []
 
     def accept(listening: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while True:
                 accepted, _ = listening.accept()
-                accepted.settimeout(2)
-                secured = context.wrap_socket(accepted, server_side=True, do_handshake_on_connect=False)
-                connections.append(secured)
-                with contextlib.suppress(OSError):
+                connections.append(accepted)
+                with contextlib.suppress(OSError):  # the client may be gone
+                    accepted.settimeout(2)
+                    secured = context.wrap_socket(accepted, server_side=True, do_handshake_on_connect=False)
+                    connections.append(secured)
                     secured.do_handshake()
 
     with socket.create_server(("127.0.0.1", 0)) as listening:
