@@ -144,36 +144,27 @@ def test_tokens_equal_those_from_disk(
     assert serving.read_reports(tmp_path)[0]["mode"] == mode
 
 
-def test_two_tensor_parallel_ranks_configured_by_the_engine_alone(
+def test_two_tensor_parallel_ranks_configured_by_the_engine_alone_and_their_restart(
     seaweed_store: str, scratch: Path, from_disk: Answer, checkpoints: Checkpoints, tmp_path: Path
 ) -> None:
-    """No variable names the store: the options reach the workers, in other processes, with the configuration."""
+    """No variable names the store: the options reach the workers, in other processes, with the configuration.
+
+    The second start runs none of the model's loading code.
+    """
     variables = environment(scratch, None, **serving.two_ranks())
     assert "AWS_ENDPOINT_URL" not in variables
-    url = checkpoints.url("tiny")
-    options = {
-        "endpoint_url": seaweed_store,
-        "region": "us-east-1",
-        "report_dir": str(tmp_path / "reports"),
-        "header_read_bytes": HEADER_READ_BYTES,
-    }
-    with EngineHost(variables, tmp_path / "log", in_process=False) as host, serving.nothing_left_of(host.tree):
-        answer = host.generate(url, load_format="s3stream", tensor_parallel_size=2, model_loader_extra_config=options)
-        assert host.close() == 0, host.tree.output()
-    assert answer.tokens == from_disk.tokens
-    check_reports(tmp_path / "reports", url, ranks=2)
-    check_sharing(tmp_path / "reports")
-
-
-def test_a_restart_runs_none_of_the_models_loading_code(
-    moto: str, scratch: Path, from_disk: Answer, checkpoints: Checkpoints, tmp_path: Path
-) -> None:
     url = checkpoints.url("tiny")
     outcomes = []
     for start in ("first", "second"):
         reports = tmp_path / start
-        variables = environment(scratch, moto, S3STREAM_REPORT_DIR=str(reports), **serving.two_ranks())
-        options: Options = {"plan_cache": True, "cache_dir": str(tmp_path / "cache")}
+        options: Options = {
+            "endpoint_url": seaweed_store,
+            "region": "us-east-1",
+            "report_dir": str(reports),
+            "header_read_bytes": HEADER_READ_BYTES,
+            "plan_cache": True,
+            "cache_dir": str(tmp_path / "cache"),
+        }
         with (
             EngineHost(variables, tmp_path / f"{start}.log", in_process=False) as host,
             serving.nothing_left_of(host.tree),
@@ -184,6 +175,7 @@ def test_a_restart_runs_none_of_the_models_loading_code(
             assert host.close() == 0, host.tree.output()
         assert answer.tokens == from_disk.tokens
         check_reports(reports, url, ranks=2)
+        check_sharing(reports)
         outcomes.append([report["plan_cache"]["outcome"] for report in serving.read_reports(reports)])
     assert outcomes == [["kept", "kept"], ["used", "used"]]
 
