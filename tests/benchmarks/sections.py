@@ -289,6 +289,10 @@ def memory(results: Results) -> str:
         )
         rows = [(row, f"{measured['peak_extra_bytes'] / MIB:.0f}") for row, measured in one["rows"].items()]
         parts.append(f"{text}\n{table('load | peak, MiB', rows)}")
+    parts[0] += "\n" + paragraph(
+        "The last two are not bounded by that cap: one has a cap larger than the model, of which it takes what the",
+        "load needs, and `eager` gives the engine's code whole tensors.",
+    )
     return "\n".join(parts)
 
 
