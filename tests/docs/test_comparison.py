@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,9 +60,14 @@ def test_costs_of_a_start_are_those_of_plan(tmp_path: Path) -> None:
     cells = r"([\d.]+) GB \| (\d+) \| ([\d.]+) \| (\d+) \| (\d+)"
     rows = re.findall(rf"^\| (none|`\w+=.+`) \| {cells} \|$", OPERATIONS, re.M)
     assert len(rows) == 5
-    for options, gigabytes, requests, dollars, seconds, gave_up in rows:
+
+    def plan_with(options: str) -> dict[str, Any]:
         given = [word for option in re.findall(r"`(.+?)`", options) for word in ("--option", option)]
-        plan = run_json("plan", str(tmp_path), "--tp", "8", "--rank", "0", *given)
+        return run_json("plan", str(tmp_path), "--tp", "8", "--rank", "0", *given)
+
+    with ThreadPoolExecutor() as pool:  # each waits for a process
+        plans = list(pool.map(plan_with, [row[0] for row in rows]))
+    for plan, (_, gigabytes, requests, dollars, seconds, gave_up) in zip(plans, rows, strict=True):
         assert f"{plan['node_bytes'] / 1e9:.2f}" == gigabytes
         assert plan["node_requests"] == int(requests)
         assert f"{int(requests) * DOLLARS_PER_REQUEST:.4f}" == dollars

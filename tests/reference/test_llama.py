@@ -87,15 +87,19 @@ def test_one_rank_matches_transformers(name: str, tmp_path: Path) -> None:
     assert set(report.loaded) == {parameter for parameter, _ in ours.named_parameters(remove_duplicate=False)}
 
 
-def load_rank(parallel: Parallel, document: Mapping[str, Any], url: str, endpoint: str, mode: str) -> dict[str, Any]:
-    model = build_llama(LlamaConfig.from_dict(document), parallel, load_device="cpu")
-    report = streamer.load(model, url, {"endpoint_url": endpoint, "mode": mode})
-    return {
-        "state": {name: value.clone() for name, value in model.state_dict().items()},
-        "needed": report.needed_bytes,
-        "own": sum(parameter.nbytes for parameter in model.parameters()),
-        "logits": model(TOKENS),
-    }
+def load_rank(parallel: Parallel, document: Mapping[str, Any], url: str, endpoint: str) -> dict[str, dict[str, Any]]:
+    """Return what there is after a load in each mode."""
+    found = {}
+    for mode in ("trace", "eager"):
+        model = build_llama(LlamaConfig.from_dict(document), parallel, load_device="cpu")
+        report = streamer.load(model, url, {"endpoint_url": endpoint, "mode": mode})
+        found[mode] = {
+            "state": {name: value.clone() for name, value in model.state_dict().items()},
+            "needed": report.needed_bytes,
+            "own": sum(parameter.nbytes for parameter in model.parameters()),
+            "logits": model(TOKENS),
+        }
+    return found
 
 
 @pytest.mark.parametrize(("size", "name"), [(2, "llama"), (4, "llama"), (2, "one kv head"), (4, "tied")])
@@ -106,14 +110,14 @@ def test_ranks_match_transformers_from_s3(server: ObjectServer, tmp_path: Path, 
     server.put_folder("bucket", "m/", tmp_path)
     with torch.no_grad():
         expected = model(TOKENS).logits
-    traced = run_on_ranks(size, load_rank, document, "s3://bucket/m", server.url, "trace")
-    eager = run_on_ranks(size, load_rank, document, "s3://bucket/m", server.url, "eager")
+    ranks = run_on_ranks(size, load_rank, document, "s3://bucket/m", server.url)
     padding = (-SIZES["vocab_size"] % size) * 64 * 4 * (1 if options.get("tie_word_embeddings") else 2)
-    for rank in range(size):
-        assert (traced[rank]["logits"] - expected).abs().max() < 1e-4
-        assert traced[rank]["needed"] == traced[rank]["own"] - (padding if rank == size - 1 else 0)
-        for parameter, value in traced[rank]["state"].items():
-            assert torch.equal(value, eager[rank]["state"][parameter]), f"{parameter} at rank {rank}"
+    for rank, found in enumerate(ranks):
+        traced, eager = found["trace"], found["eager"]
+        assert (traced["logits"] - expected).abs().max() < 1e-4
+        assert traced["needed"] == traced["own"] - (padding if rank == size - 1 else 0)
+        for parameter, value in traced["state"].items():
+            assert torch.equal(value, eager["state"][parameter]), f"{parameter} at rank {rank}"
 
 
 def test_shards_of_all_ranks_make_up_the_whole(tmp_path: Path) -> None:
