@@ -74,11 +74,10 @@ def peers(results: Results) -> str:
     for row, cpu in plain["median_cpu_seconds_per_gib"].items():
         over = ["", ""]
         if row in tls["median_cpu_seconds_per_gib"]:
-            seconds, ratio = tls["median_cpu_seconds_per_gib"][row], tls["cpu_ratio_to_s3stream"][row]["median"]
-            over = [f"{seconds:.2f}", f"{ratio:.2f}"]
-        ratio = plain["cpu_ratio_to_s3stream"][row]["median"]
-        rows.append((row, f"{cpu:.2f}", f"{ratio:.2f}", *over, plain["median_peak_extra_mib"][row]))
-    titles = "client | CPU s/GiB | to s3stream | over TLS | to s3stream | extra memory, MiB"
+            over = [f"{tls['median_cpu_seconds_per_gib'][row]:.2f}", spread(tls["cpu_ratio_to_s3stream"][row])]
+        ratio = spread(plain["cpu_ratio_to_s3stream"][row])
+        rows.append((row, f"{cpu:.2f}", ratio, *over, plain["median_peak_extra_mib"][row]))
+    titles = "client | CPU s/GiB | to s3stream (min-max) | over TLS | to s3stream (min-max) | extra memory, MiB"
     return f"{text}\n{table(titles, rows)}"
 
 
@@ -290,8 +289,8 @@ def memory(results: Results) -> str:
         rows = [(row, f"{measured['peak_extra_bytes'] / MIB:.0f}") for row, measured in one["rows"].items()]
         parts.append(f"{text}\n{table('load | peak, MiB', rows)}")
     parts[0] += "\n" + paragraph(
-        "The last two are not bounded by that cap: one has a cap larger than the model, of which it takes what the",
-        "load needs, and `eager` gives the engine's code whole tensors.",
+        "Two rows are not bounded by that cap: `cast, larger than the model` has a larger one, of which it takes what",
+        "the load needs, and `eager` gives the engine's code whole tensors.",
     )
     return "\n".join(parts)
 

@@ -67,10 +67,12 @@ def test_readme_quotes_the_peers() -> None:
     readme = (ROOT / "README.md").read_text()
     plain, tls = (json.loads((RESULTS / f"{name}.json").read_text()) for name in ("peers", "peers_tls"))
     for row, cpu in plain["median_cpu_seconds_per_gib"].items():
-        quoted = f"| {row} | {cpu:.2f} | {plain['cpu_ratio_to_s3stream'][row]['median']:.2f} | "
+        ratio = plain["cpu_ratio_to_s3stream"][row]
+        quoted = f"| {row} | {cpu:.2f} | {ratio['median']:.2f} ({ratio['min']:.2f}-{ratio['max']:.2f}) | "
         if row in tls["median_cpu_seconds_per_gib"]:
-            ratio = tls["cpu_ratio_to_s3stream"][row]["median"]
-            quoted += f"{tls['median_cpu_seconds_per_gib'][row]:.2f} | {ratio:.2f}"
+            ratio = tls["cpu_ratio_to_s3stream"][row]
+            quoted += f"{tls['median_cpu_seconds_per_gib'][row]:.2f} | "
+            quoted += f"{ratio['median']:.2f} ({ratio['min']:.2f}-{ratio['max']:.2f}) |"
         assert quoted in readme
 
 
